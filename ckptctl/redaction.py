@@ -141,7 +141,6 @@ HARMLESS_OPTIONS = frozenset(
             "endpoint-url",
             "evidence-dir",
             "flight-recorder",
-            "folder",
             "hosts-file",
             "html",
             "rows",

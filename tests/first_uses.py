@@ -49,7 +49,7 @@ _COMMANDS: tuple[tuple[str, ...], ...] = (
     ("show", _STEP),
     ("classify", _LOG),
     ("loss", _LOG, "--resume-step", "5"),
-    ("runbook", "lint", str(_REPOSITORY / "runbooks" / "rb-7.md")),
+    ("runbook", "show", "nccl-hang"),
 )
 with open(os.devnull, "w") as _nowhere, redirect_stdout(_nowhere), redirect_stderr(_nowhere):
     for _words in _COMMANDS * 2:

@@ -103,12 +103,10 @@ class ShownRunbook(TypedDict):
 
 
 class Runbooks(TypedDict):
-    """The answer of `runbook list`, `show` and `lint`."""
+    """The answer of `runbook list` and `show`."""
 
     runbooks: tuple[ShownRunbook, ...]
     """The runbooks."""
-    problems: tuple[str, ...]
-    """What `lint` found, one line each."""
 
 
 class Failed(TypedDict):
@@ -167,9 +165,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "reshard": DocumentKind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": DocumentKind("ckptctl convert --json", ("resharding.results:Converted",)),
     "diff": DocumentKind("ckptctl diff --json", ("resharding.results:Diff",)),
-    "runbooks": DocumentKind(
-        "ckptctl runbook list, show and lint --json", ("cli.documents:Runbooks",)
-    ),
+    "runbooks": DocumentKind("ckptctl runbook list and show --json", ("cli.documents:Runbooks",)),
     "runbook": DocumentKind("ckptctl runbook run --json", ("runbook.running:Ran",)),
     "classify": DocumentKind("ckptctl classify --json", ("failures.results:Classification",)),
     "loss": DocumentKind("ckptctl loss --json", ("loss.checking:LossReport",)),

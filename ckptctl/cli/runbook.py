@@ -38,14 +38,13 @@ from ckptctl.runbook.document import (
     Runbook,
     State,
     Value,
-    problems,
     shown,
     used_names,
 )
 from ckptctl.runbook.engine import EXIT_OVERRIDDEN, NoTerminal
 from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.position import is_argument
-from ckptctl.runbook.reading import find_runbook, led_to, runbook_names
+from ckptctl.runbook.reading import find_runbook, runbook_names
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import TRANSCRIPT, write_transcript
 from ckptctl.storage.opening import local_path
@@ -57,23 +56,20 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "ckptctl runbook run rb-7 /shared/ckpt/run-1234 --set LOG=train.log",
     "ckptctl runbook run rb-7 s3://bucket/run-1234 --set 'RESUME=sbatch job.sh' --yes",
-    "ckptctl runbook lint my-runbooks/rb-12.md",
+    "ckptctl runbook show rb-7",
 )
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 30, 31, 32, 35, 75, 77, 93)
 
 
 def runbook(
     action: Annotated[
-        Literal["list", "show", "lint", "run"],
+        Literal["list", "show", "run"],
         Parameter(
             "ACTION",
-            "list: all runbooks; show: print one; lint: check the form of one; run: run "
-            "one step by step.",
+            "list: all runbooks; show: print one; run: run one step by step.",
         ),
     ],
-    name: Annotated[
-        str | None, Parameter("NAME", "The runbook: its name, or a file that ends in .md.")
-    ] = None,
+    name: Annotated[str | None, Parameter("NAME", "The name of the runbook.")] = None,
     roots: Annotated[
         list[str] | None,
         Parameter(
@@ -112,9 +108,6 @@ def runbook(
             common=False,
         ),
     ] = None,
-    folder: Annotated[
-        str | None, Parameter("--folder DIR", "A folder with your own runbooks.", common=False)
-    ] = None,
     verbose: Annotated[
         bool,
         Parameter(
@@ -133,31 +126,24 @@ def runbook(
     continue the run. With --quiet only the chosen step is printed.
     """
     if action == "list":
-        return _list(folder, out)
+        return _list(out)
     if name is None:
         raise UsageError(f"{action} which runbook?", next_command="ckptctl runbook list")
-    book = find_runbook(name, folder)
+    book = find_runbook(name)
     if action == "show":
         return _show(book, out)
-    if action == "lint":
-        return _lint(book, out)
     typed = [word for word in roots or () if _INPUT.match(word)]
     roots = [word for word in roots or () if word not in typed]
     if not roots:
         raise UsageError(
             f"on which checkpoint root is {book.name} run?",
-            next_command=command_line("runbook", "run", book.called, "ROOT", *typed),
-        )
-    if found := _problems(book):
-        raise UsageError(
-            f"the runbook {book.name} is not sound: {found[0]}",
-            next_command=command_line("runbook", "lint", book.called),
+            next_command=command_line("runbook", "run", book.name, "ROOT", *typed),
         )
     for root in roots[1:]:
         if os.path.isfile(local_path(root) or ""):
             raise UsageError(
                 f"{root} is a file, and no checkpoint root; an input is given as NAME={root}",
-                next_command=command_line("runbook", "show", book.called),
+                next_command=command_line("runbook", "show", book.name),
             )
     repeated = [*(["--yes"] if yes else ()), *(["--dry-run"] if dry_run else ())]
     repeated += [] if transcript is None else ["--transcript", transcript]
@@ -179,7 +165,7 @@ def runbook(
             )
         except Stopped as stopped:
             if not dry_run:
-                words = ["runbook", "run", book.called, roots[0]]
+                words = ["runbook", "run", book.name, roots[0]]
                 # With --yes no command is taken from the record.
                 words += [f"--set={value}" for value in inputs] if yes else []
                 stopped.next_command = command_line(*words, *repeated, "--continue")
@@ -195,8 +181,8 @@ def runbook(
 _INPUT = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 
-def _list(folder: str | None, out: Output) -> int:
-    books = [find_runbook(name, folder) for name in runbook_names(folder)]
+def _list(out: Output) -> int:
+    books = [find_runbook(name) for name in runbook_names()]
     out.answer(_runbooks(books), lambda: list_lines(books), bare=(book.name for book in books))
     return 0
 
@@ -210,28 +196,7 @@ def _show(book: Runbook, out: Output) -> int:
     return 0
 
 
-def _problems(book: Runbook) -> tuple[str, ...]:
-    """The problems of the page, and of the runbooks to which it leads."""
-    rows = (row for state in book.states for block in state.blocks for row in block.outcomes)
-    lost: list[str] = []
-    for name in dict.fromkeys(row.leads for row in rows if row.leads):
-        try:
-            led_to(book, name)
-        except UsageError as error:
-            lost.append(f"`stop N {name}` leads nowhere: {error.message}")
-    return (*problems(book), *lost)
-
-
-def _lint(book: Runbook, out: Output) -> int:
-    found = _problems(book)
-    exit_code = UsageError.exit_code if found else 0
-    out.answer(_runbooks((book,), found, exit_code), lambda: lint_lines(book, found), bare=found)
-    return exit_code
-
-
-def _runbooks(
-    books: Iterable[Runbook], problems: Iterable[str] = (), exit_code: int = 0
-) -> MakeDocument:
+def _runbooks(books: Iterable[Runbook]) -> MakeDocument:
     shown: tuple[ShownRunbook, ...] = tuple(
         {
             "name": book.name,
@@ -242,7 +207,7 @@ def _runbooks(
         }
         for book in books
     )
-    return document_of("runbooks", exit_code=exit_code, runbooks=shown, problems=tuple(problems))
+    return document_of("runbooks", exit_code=0, runbooks=shown)
 
 
 def _answer(ran: Ran, transcript: str | None, out: Output) -> None:
@@ -279,18 +244,7 @@ def list_lines(books: Sequence[Runbook]) -> Iterator[Line]:
         yield line(padded(book.name, width, "name"), "  ", book.title, hang=width + 2)
     yield EMPTY
     main = next((book for book in books if book.name == "rb-7"), books[0])
-    yield from next_line(command_line("runbook", "show", main.called))
-
-
-def lint_lines(book: Runbook, problems: Sequence[str]) -> Iterator[Line]:
-    """Whether a runbook is sound, and what is not."""
-    if not problems:
-        yield line(
-            StyledText("sound", "good"), f": {book.name}, {counted(len(book.states), 'state')}"
-        )
-        return
-    yield line(StyledText(f"not sound: {counted(len(problems), 'problem')}", "bad"))
-    yield from (line(f"  {problem}", hang=4) for problem in problems)
+    yield from next_line(command_line("runbook", "show", main.name))
 
 
 def ran_lines(ran: Ran, transcript: str | None) -> Iterator[Line]:

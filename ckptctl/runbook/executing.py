@@ -69,7 +69,7 @@ _OF_THE_RUNBOOK = frozenset(
     f"CKPTCTL_{name}"
     for name in (
         *("JSON", "QUIET", "REPORT", "SET", "YES", "DRY_RUN", "NEW", "CONTINUE", "TRANSCRIPT"),
-        *("FOLDER", "VERBOSE", "CONFIG"),
+        *("VERBOSE", "CONFIG"),
     )
 )
 """The variables for the runbook command itself."""

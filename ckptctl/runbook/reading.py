@@ -1,21 +1,13 @@
-"""Find runbooks and parse their pages.
-
-There are those that ckptctl ships, and those in a folder of the user. A runbook of the user
-replaces a shipped one of the same name.
-"""
+"""Find the runbooks that ckptctl ships, and parse their pages."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.errors import PathUntrusted, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.runbook.document import STOP, Arrow, Block, Input, Outcome, Runbook, State
-from ckptctl.storage.shared_places import found_in, open_found, open_named
 
 _TITLE = re.compile(r"# (?P<name>[A-Za-z0-9][A-Za-z0-9-]*): (?P<title>\S.*)")
 _HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
@@ -56,80 +48,27 @@ _START = "[*]"
 _PACKAGED = Path(__file__).parent / "pages"
 # In a source tree, the pages are at the top level.
 _SOURCE = Path(__file__).parent.parent.parent / "runbooks"
-_SHIPPED = _PACKAGED if _PACKAGED.is_dir() else _SOURCE
-_MAX_PAGE_BYTES = 1 << 20
 
 
-def runbook_names(folder: str | None = None) -> tuple[str, ...]:
+def _pages() -> dict[str, Path]:
+    folder = _PACKAGED if _PACKAGED.is_dir() else _SOURCE
+    return {path.stem: path for path in sorted(folder.glob("*.md"))}
+
+
+def runbook_names() -> tuple[str, ...]:
     """The names of all runbooks, sorted."""
-    return tuple(sorted({path.stem.lower() for path in _pages(folder)}))
+    return tuple(_pages())
 
 
-def find_runbook(name: str, folder: str | None = None) -> Runbook:
-    """The runbook of that name or in that file (`./mine.md`); raises `UsageError`."""
-    if name.endswith(".md"):
-        return _read(Path(name))
-    for path in _pages(folder):
-        if path.stem.lower() == name.lower():
-            book = _read(path, is_found=path.parent != _SHIPPED)
-            if book.name != name.lower():
-                better = shlex.quote(str(path.with_name(f"{book.name}.md")))
-                raise UsageError(
-                    f"{path} is named {book.name} in its title; in a folder of runbooks a file has "
-                    "the name of its runbook",
-                    next_command=f"mv {shlex.quote(str(path))} {better}",
-                )
-            return book
-    raise UsageError(
-        f"there is no runbook {name!r}; there are {', '.join(runbook_names(folder))}",
-        next_command="ckptctl runbook list",
-    )
-
-
-def led_to(book: Runbook, name: str) -> str:
-    """How the runbook to which a page leads is called: one beside it, or a shipped one.
-
-    Raises `UsageError` where there is none.
-    """
-    folder = str(Path(book.called).parent) if book.called.endswith(".md") else None
-    return find_runbook(name, folder).called
-
-
-def _read(path: Path, *, is_found: bool = False) -> Runbook:
-    """The runbook in a file; raises `UsageError` if it cannot be read or parsed.
-
-    `is_found`: a person has named the folder, and not the file. Its blocks are run: in a folder
-    that everybody can write, it must be of a trusted user.
-    """
-    try:
-        fd = (
-            open_found(str(path), found_in(str(path.parent))) if is_found else open_named(str(path))
-        )
-        with os.fdopen(fd, "rb") as file:
-            data = file.read(_MAX_PAGE_BYTES + 1)
-        text = data.decode()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    except PathUntrusted as error:
+def find_runbook(name: str) -> Runbook:
+    """The runbook of that name; raises `UsageError`."""
+    path = _pages().get(name.lower())
+    if path is None:
         raise UsageError(
-            f"the runbook was not read: {error.message}", next_command=error.next_command
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text in UTF-8: {error.reason}") from error
-    if len(data) > _MAX_PAGE_BYTES:
-        raise UsageError(f"{path} is larger than 1 MiB, which is too large for a runbook")
-    book = parse(text, str(path))
-    return replace(book, called=book.name) if path.parent == _SHIPPED else book
-
-
-def _pages(folder: str | None) -> Iterator[Path]:
-    """Every page, those of the user first."""
-    if folder is not None:
-        own = Path(folder)
-        if not own.is_dir():
-            raise UsageError(f"{folder} is not a folder of runbooks")
-        yield from sorted(own.glob("*.md"))
-    yield from sorted(_SHIPPED.glob("*.md"))
+            f"there is no runbook {name!r}; there are {', '.join(runbook_names())}",
+            next_command="ckptctl runbook list",
+        )
+    return parse(path.read_text(encoding="utf-8"), path.name)
 
 
 def parse(text: str, file: str) -> Runbook:
@@ -156,7 +95,6 @@ def parse(text: str, file: str) -> Runbook:
         raise reader.error(1, "the diagram in the section Flow needs one arrow `[*] --> STATE`")
     return Runbook(
         title["name"].lower(),
-        file,
         title["title"],
         inputs,
         starts[0],

@@ -29,7 +29,6 @@ from ckptctl.runbook.engine import (
 )
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.position import is_argument, position_of
-from ckptctl.runbook.reading import led_to
 from ckptctl.runbook.record import RunFull, RunRecord, Unwritten, begun, newest
 from ckptctl.runbook.transcript import TRANSCRIPT, transcript
 from ckptctl.selection.empty_roots import check_empty, is_step_itself
@@ -137,7 +136,7 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
             raise UsageError(
                 f"the runbook {book.name} has no input {name!r}; it has "
                 f"{', '.join(each.name for each in book.inputs)}",
-                next_command=command_line("runbook", "show", book.called),
+                next_command=command_line("runbook", "show", book.name),
             )
         items = (value,) if isinstance(value, str) else tuple(value)
         if len(items) != 1 and not declared.is_list:
@@ -148,7 +147,7 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
             if item and (mistake := declared.mistake(item)) is not None:
                 raise UsageError(
                     f"the input {name} is {item[:60]!r}, and must be {mistake}: {declared.meaning}",
-                    next_command=command_line("runbook", "show", book.called),
+                    next_command=command_line("runbook", "show", book.name),
                 )
             if name in book.commands:
                 hide_words(words_of(item))
@@ -182,7 +181,7 @@ def _check_is_root(book: Runbook, store: Store) -> None:
         raise UsageError(
             f"{store.url} is a step itself, not a root that holds steps; a runbook writes its "
             "record under the root",
-            next_command=command_line("runbook", "run", book.called, parent_url(store.url)),
+            next_command=command_line("runbook", "run", book.name, parent_url(store.url)),
         )
     if not listing.known:  # else the runbook itself states what the content means
         check_empty(store, listing)
@@ -204,7 +203,7 @@ def _record(
     if how == "continue" and last is None:
         raise UsageError(
             f"{store.url}: no run of the runbook {book.name} was started here",
-            next_command=command_line("runbook", "run", book.called, store.url),
+            next_command=command_line("runbook", "run", book.name, store.url),
         )
     if last is None or (last.is_over and how == "auto"):
         return new, new
@@ -274,7 +273,7 @@ def _check_page(book: Runbook, record: RunRecord) -> None:
         raise UsageError(
             f"the page of the runbook {book.name} has changed since the run {record.name} was "
             "started; its position can no longer be determined",
-            next_command=command_line("runbook", "run", book.called, record.store.url, "--new"),
+            next_command=command_line("runbook", "run", book.name, record.store.url, "--new"),
         )
 
 
@@ -307,7 +306,7 @@ def _handed_on(storage: StorageOptions, columns: int | None) -> dict[str, str]:
 
 def _called(book: Runbook, root: str, inputs: Mapping[str, Value], talk: Talk) -> str:
     """The command with which the runbook was called."""
-    return command_line(*_words(book.called, root, inputs), *talk.repeated)
+    return command_line(*_words(book.name, root, inputs), *talk.repeated)
 
 
 _OF_A_LOG = (30, 31, 32)
@@ -337,11 +336,11 @@ def _next(
         return None
     if left.leads:
         roots = {name: left.variables[name] for name in _ROOTS if name in left.variables}
-        return command_line(*_words(led_to(book, left.leads), root, roots))
+        return command_line(*_words(left.leads, root, roots))
     if left.over and left.advice is not None and left.exit_code not in _OF_A_LOG:
         return left.advice
     if left.over and left.exit_code == UsageError.exit_code:
-        return command_line("runbook", "show", book.called)
+        return command_line("runbook", "show", book.name)
     if left.over and left.exit_code == EXIT_NONE_USABLE and not (left.undecided or left.missing):
         # No command makes a step usable: a person looks for one elsewhere.
         return command_line("explain", EXIT_NONE_USABLE)
@@ -354,13 +353,13 @@ def _next(
     repeated = [word for word in talk.repeated if word not in dropped]
     if how == "dry":
         # There is no record, so the inputs must be given again.
-        return command_line(*_words(book.called, root, given), *repeated)
+        return command_line(*_words(book.name, root, given), *repeated)
     if how == "continue" and left.over and not missing and repeated == list(talk.repeated):
         return None
     # With --yes nothing is taken from the record, so it must be given again.
     if "--yes" not in repeated:
         given = {name: value for name, value in given.items() if name in _ROOTS}
-    return command_line(*_words(book.called, root, {**given, **missing}), *repeated, "--continue")
+    return command_line(*_words(book.name, root, {**given, **missing}), *repeated, "--continue")
 
 
 def _ran(book: Runbook, record: RunRecord, left: Left, again: str | None, *, n_found: int) -> Ran:

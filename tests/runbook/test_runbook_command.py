@@ -98,11 +98,10 @@ def test_the_document_says_all_that_was_done(root):
     assert document["events"][-1]["event"] == "finished"
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("show", "rb-7"), ("lint", "rb-7")])
+@pytest.mark.parametrize("arguments", [("list",), ("show", "rb-7")])
 def test_the_documents_of_the_other_actions_are_as_their_schema_says(arguments):
     document = validated(run_ckptctl("runbook", *arguments, "--json").stdout)
     assert "rb-7" in [book["name"] for book in document["runbooks"]]
-    assert document["problems"] == []
 
 
 def test_the_transcript_tells_every_step(root, tmp_path):

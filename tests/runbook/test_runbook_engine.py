@@ -16,12 +16,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from page_checks import problems
 
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.runbook import record as record_module
-from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, problems
+from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State
 from ckptctl.runbook.engine import who
 from ckptctl.runbook.executing import Ended, as_typed, execute
 from ckptctl.runbook.reading import parse

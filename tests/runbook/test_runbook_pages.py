@@ -1,15 +1,12 @@
-"""The pages that ckptctl ships are sound, and the linter notices when one is not."""
+"""The pages that ckptctl ships are sound, and the checks notice when one is not."""
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
-
 import pytest
-from command_line import run_ckptctl
+from page_checks import problems, unquoted
 
 from ckptctl.errors import UsageError
-from ckptctl.runbook.document import Runbook, problems, unquoted
+from ckptctl.runbook.document import Runbook
 from ckptctl.runbook.reading import find_runbook, parse, runbook_names
 
 RB_7 = find_runbook("rb-7").text
@@ -122,7 +119,7 @@ def broken(old: str, new: str) -> Runbook:
         ),
     ],
 )
-def test_the_linter_names_what_is_not_sound(old, new, problem):
+def test_the_checks_names_what_is_not_sound(old, new, problem):
     assert any(found.startswith(problem) for found in problems(broken(old, new)))
 
 
@@ -150,7 +147,7 @@ def test_the_linter_names_what_is_not_sound(old, new, problem):
         (" runs=LAUNCHER", "", "$LAUNCHER is started by a program, so the block needs"),
     ],
 )
-def test_the_linter_refuses_what_lets_a_value_become_more_than_an_argument(old, new, problem):
+def test_the_checks_refuses_what_lets_a_value_become_more_than_an_argument(old, new, problem):
     assert any(problem in each for each in problems(broken(old, new)))
 
 
@@ -167,7 +164,7 @@ def test_the_linter_refuses_what_lets_a_value_become_more_than_an_argument(old, 
         ('"a # $A" "\'$B\'" $? $$ $! $#', []),
     ],
 )
-def test_the_linter_knows_what_bash_splits(code, names):
+def test_the_checks_knows_what_bash_splits(code, names):
     assert list(unquoted(code)) == names
 
 
@@ -198,85 +195,6 @@ def test_a_page_that_is_not_in_form_is_refused_with_its_line(old, new, said):
     assert said in refused.value.message
 
 
-def test_a_page_of_ones_own_wins_over_a_shipped_one(tmp_path: Path):
-    page = tmp_path / "rb-7.md"
-    page.write_text(RB_7.replace("# RB-7: Resume", "# RB-7: Ours: resume"))
-    assert find_runbook("rb-7", str(tmp_path)).title.startswith("Ours")
-    assert runbook_names(str(tmp_path)) == runbook_names()
-    assert find_runbook(str(page)).title.startswith("Ours")
-
-
 def test_a_runbook_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match="there are gpu-fault, mfu-regression, nccl-hang, rb-7"):
         find_runbook("rb-99")
-
-
-MINE = """# {name}: Mine
-
-## Trigger
-
-## Severity
-
-## Inputs
-
-| input | what it is | if not given |
-|---|---|---|
-| `ROOT` | the root | required |
-
-## Flow
-
-```mermaid
-stateDiagram-v2
-    [*] --> Look
-    Look --> [*]: fine
-```
-
-## Procedure
-
-### Look
-
-```sh name=look reads
-false
-```
-
-| ends with | prints | then | because |
-|---|---|---|---|
-| 0 | | done | it is fine |
-| other | | stop {then} | it is not |
-
-## Rollback
-
-## References
-"""
-
-
-def test_a_page_may_have_a_name_in_capitals_and_lead_to_one_beside_it(tmp_path: Path):
-    folder = tmp_path / "my pages"
-    folder.mkdir()
-    (folder / "RB-12.md").write_text(MINE.format(name="RB-12", then="7 rb-13"))
-    (folder / "rb-13.md").write_text(MINE.format(name="RB-13", then="8"))
-    listed = run_ckptctl("runbook", "list", "--folder", folder, "--quiet")
-    assert {"rb-12", "rb-13", "rb-7"} <= set(listed.stdout.split())
-    done = run_ckptctl("runbook", "run", "RB-12", tmp_path, "--folder", folder, "--new")
-    assert done.returncode == 7, done.stderr
-    again = shlex.split(done.stdout.rpartition("next: ckptctl ")[2])
-    assert run_ckptctl(*again).returncode == 8
-
-
-def test_a_page_that_leads_nowhere_or_has_another_name_is_refused(tmp_path: Path):
-    (tmp_path / "rb-12.md").write_text(MINE.format(name="RB-12", then="7 rb-99"))
-    done = run_ckptctl("runbook", "lint", tmp_path / "rb-12.md")
-    assert done.returncode == 2
-    assert "`stop N rb-99` leads nowhere" in done.stdout
-    (tmp_path / "other.md").write_text(MINE.format(name="RB-13", then="7"))
-    done = run_ckptctl("runbook", "show", "other", "--folder", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.endswith(f"next:  mv {tmp_path}/other.md {tmp_path}/rb-13.md\n")
-
-
-@pytest.mark.parametrize("then", ["0", "300", "9" * 5000, "٣"])
-def test_an_exit_code_that_no_process_has_is_refused(tmp_path: Path, then: str):
-    (tmp_path / "rb-12.md").write_text(MINE.format(name="RB-12", then=then))
-    done = run_ckptctl("runbook", "lint", tmp_path / "rb-12.md")
-    assert done.returncode == 2
-    assert "with N from 1 to 255" in done.stderr
