@@ -323,7 +323,6 @@ CODES: Mapping[str, Code] = {
     "loss.several": _note("the logs hold several resumes"),
     "loss.throughput": _note("the throughput has changed"),
     "loss.damaged": _note("a log is damaged in the middle, and later ones continue"),
-    "rank.slow": _warning("a rank is slower than the others, or than it was"),
 }
 """Every code that a finding can have. `ckptctl explain CODE` has a page for each."""
 

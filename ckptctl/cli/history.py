@@ -11,7 +11,7 @@ import ckptctl
 from ckptctl.cli.options import HtmlOpt, MetricsOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import glyph
-from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, padded
+from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, padded
 from ckptctl.formatting import counted, duration, listed, percent
 from ckptctl.goodput.history import RootHistory, RunHistory
 from ckptctl.goodput.timeline import BUCKETS, Goodput, Mtbf, PastAttempt
@@ -92,7 +92,6 @@ def history_lines(found: RunHistory, width: int, *, unicode: bool) -> Iterator[L
         yield from _parted(
             _root_lines(root, own, width, unicode=unicode, alone=len(found.roots) == 1)
         )
-    yield from _parted(finding_lines(found.findings))
 
 
 def _parted(lines: Iterable[Line]) -> Iterator[Line]:
@@ -269,8 +268,6 @@ def attempt_end(attempt: PastAttempt) -> Iterator[StyledText]:
         yield StyledText(f" ({listed(at_fault)})")
     if attempt.failed and attempt.decision:
         yield StyledText(f", {attempt.decision}")
-    if attempt.slow:
-        yield StyledText(f", {counted(len(attempt.slow), 'slow rank')}", "warn")
 
 
 def _write_html(path: str, found: RunHistory) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.cli.output import replace_text
@@ -18,7 +18,7 @@ from ckptctl.findings import Report, Severity, Verdict
 
 if TYPE_CHECKING:
     from ckptctl.goodput.history import RunHistory
-    from ckptctl.goodput.timeline import Goodput, PastAttempt
+    from ckptctl.goodput.timeline import Goodput
     from ckptctl.selection.results import Scan
     from ckptctl.selection.watching import Event
 
@@ -36,7 +36,6 @@ _FAMILIES: Mapping[str, str] = {
     "ckptctl_run_disruptions_total": "How often training had to start again.",
     "ckptctl_run_failures_total": "Attempts that failed.",
     "ckptctl_run_mtbf_seconds": "Running time per failure.",
-    "ckptctl_run_slow_ranks": "Ranks that were slow when the last attempt ended.",
     "ckptctl_run_max_productive_step": "Newest training step that is kept.",
     "ckptctl_root_exit_code": "Exit code of the last scan that answered.",
     "ckptctl_root_steps": "Steps in the root.",
@@ -92,8 +91,7 @@ def metrics_text(samples: Iterable[Sample]) -> str:
 def history_samples(found: RunHistory) -> Iterator[Sample]:
     """The figures of every run."""
     for root in found.roots:
-        own = [attempt for attempt in found.attempts if attempt.root == root.root]
-        for name, labels, value in _values(root.goodput, own):
+        for name, labels, value in _values(root.goodput):
             yield Sample(name, {"root": root.root, **labels}, value)
 
 
@@ -141,9 +139,7 @@ def watch_samples(
     yield Sample("ckptctl_watch_listed_timestamp_seconds", {"root": root}, round(time.time()))
 
 
-def _values(
-    goodput: Goodput | None, attempts: Sequence[PastAttempt]
-) -> Iterator[tuple[str, dict[str, str], float | None]]:
+def _values(goodput: Goodput | None) -> Iterator[tuple[str, dict[str, str], float | None]]:
     from ckptctl.goodput.timeline import BUCKETS
 
     yield "ckptctl_run_up", {}, float(goodput is not None)
@@ -159,8 +155,6 @@ def _values(
     yield "ckptctl_run_disruptions_total", {}, float(goodput.disruptions)
     yield "ckptctl_run_failures_total", {}, float(goodput.mtbf.failures)
     yield "ckptctl_run_mtbf_seconds", {}, goodput.mtbf.mean_s
-    if attempts:
-        yield "ckptctl_run_slow_ranks", {}, float(len(attempts[-1].slow))
     step = goodput.max_productive_step
     yield "ckptctl_run_max_productive_step", {}, None if step is None else float(step)
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptctlError, OptionError, UsageError
-from ckptctl.failures.slow_ranks import slow_ranks_finding
-from ckptctl.findings import Finding
 from ckptctl.formatting import counted, duration, percent
 from ckptctl.goodput.records import read_records
 from ckptctl.goodput.timeline import Goodput, PastAttempt, attempts_of, goodput_of
@@ -46,8 +44,6 @@ class RunHistory:
     """How the time of all of them was spent; the sum over several roots."""
     roots: tuple[RootHistory, ...]
     """The roots, in the order in which they were given."""
-    findings: tuple[Finding, ...]
-    """Ranks that are slow in the last attempt of each root."""
     message: Message
     exit_code: ExitCode
     next_command: NextCommand
@@ -87,17 +83,10 @@ def run_history(
         attempts += own
         histories.append(RootHistory(root, goodput_of(own), tuple(warnings)))
     goodput = goodput_of(attempts)
-    last = {each.root: each for each in attempts}
-    findings = [
-        slow_ranks_finding(each.slow, f"{root} attempt {each.number}")
-        for root, each in last.items()
-        if each.slow
-    ]
     return RunHistory(
         attempts=tuple(attempts),
         goodput=goodput,
         roots=tuple(histories),
-        findings=tuple(findings),
         message="; ".join(_message(attempts, goodput)),
         exit_code=exit_code,
         next_command=None,

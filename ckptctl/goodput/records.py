@@ -16,7 +16,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.failures.slow_ranks import SlowRank
 from ckptctl.formats.own.ledger import (
     EndedLine,
     FailedLine,
@@ -27,7 +26,7 @@ from ckptctl.formats.own.ledger import (
     SavingLine,
     StartedLine,
 )
-from ckptctl.formats.own.supervision import AttemptDocument, SlowRankDocument, SupervisorDocument
+from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
 from ckptctl.formatting import seconds_of
 from ckptctl.goodput.timeline import AttemptRecord
 from ckptctl.selection.history import read_attempts
@@ -224,16 +223,6 @@ def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[A
     return [record for _, record in sorted(keyed, key=lambda each: each[0])]
 
 
-def _slow(document: SlowRankDocument) -> SlowRank:
-    relative, individual = document["relative_percent"], document["individual_percent"]
-    return SlowRank(
-        document["rank"],
-        document["node"][:200],
-        None if relative is None else min(1.0, relative / 100),
-        None if individual is None else min(1.0, individual / 100),
-    )
-
-
 _Attempts = Mapping[str, tuple[SupervisorDocument, AttemptDocument]]
 
 
@@ -283,7 +272,6 @@ def _supervised(
             decision=decision,
             nodes=tuple(attempt["nodes"]),
             ranks=tuple(attempt["ranks"]),
-            slow=tuple(_slow(each) for each in attempt.get("slow", ())),
             cause=attempt["cause"] or record.cause,
             world_size=attempt["world_size"] or record.world_size,
             allocation=attempt["allocation"] or record.allocation,

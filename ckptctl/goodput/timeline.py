@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
-from ckptctl.failures.slow_ranks import SlowRank
 from ckptctl.formatting import DAY_S, rfc3339
 from ckptctl.model import Fraction, NonNegative, Positive, Time
 
@@ -46,8 +45,6 @@ class AttemptFacts:
     """The nodes at fault, as far as the evidence decides."""
     ranks: tuple[int, ...] = ()
     """The ranks at fault, as far as the evidence decides."""
-    slow: tuple[SlowRank, ...] = ()
-    """The ranks that were slow when it ended, as far as `ckptctl run` saw their heartbeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from ckptctl.supervisor.evidence import (
     keep,
     kept_in,
 )
-from ckptctl.supervisor.heartbeats import Folder, StepTimes, beats_of_launched, process_of
+from ckptctl.supervisor.heartbeats import Folder, beats_of_launched, process_of
 from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.node_evidence import NodeDocument
 from ckptctl.supervisor.processes import MARKER
@@ -97,7 +97,6 @@ class HangWatcher(Watcher):
         tell: Callable[[str], None],
         folder: str | None = None,
         *,
-        step_times: StepTimes | None = None,
         elsewhere: Callable[[Mapping[str, str]], Sequence[NodeDocument]] | None = None,
     ) -> None:
         self._limits = limits
@@ -107,7 +106,6 @@ class HangWatcher(Watcher):
         self._evidence: HeldFolder | None = None
         self._reported: set[str] = set()
         self._tell = tell
-        self._step_times = step_times or StepTimes()
         self._elsewhere = elsewhere
         self._variables: Mapping[str, str] = {}
         self._explained = False
@@ -125,13 +123,8 @@ class HangWatcher(Watcher):
         """Forget the attempt before; what the environment of the job must hold."""
         self._logs.follow(logs)
         self._reset(attempt)
-        self._step_times.reset()
         self._variables = self._folder.begin()
         return self._variables
-
-    def finish(self) -> None:
-        """Take the last step times; the limits have learned while the attempt ran."""
-        self._guarded(lambda: self._step_times.close(self._folder.read()))
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
         """The result of `work`; a fault of ckptctl in it must not end the job, and is a warning."""
@@ -166,7 +159,6 @@ class HangWatcher(Watcher):
         beats = self._folder.read()
         self._report_set_aside(self._folder.set_aside.values())
         self._take_in(beats, now_s)
-        self._step_times.take(beats, now_s)
         if not self._ranks:
             return self._check_logs(running, now_s)
         if self._late(now_s) is not None:

@@ -46,7 +46,6 @@ from ckptctl.supervisor.attempts import (
 )
 from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.hangs import HangWatcher
-from ckptctl.supervisor.heartbeats import StepTimes
 from ckptctl.supervisor.holding import (
     HeldState,
     LocalCopy,
@@ -235,7 +234,6 @@ def _run(job: SupervisedJob) -> Supervised:
             job.sections,
             job.tell,
             evidence_dir,
-            step_times=job.step_times,
             elsewhere=over_slurm() if is_srun(job.command) else None,
         )
         stack.callback(hangs.close)
@@ -405,7 +403,6 @@ class SupervisedJob:
         self.all_roots = roots
         self.roots = WatchedRoots(roots, options)
         self.sections = SectionLimits(options.section_timeouts)
-        self.step_times = StepTimes()
         self.copy = LocalCopy(roots.first)
         self.signals = Signals(self.tell)
         self.attempts: list[Attempt] = []
@@ -552,11 +549,6 @@ class SupervisedJob:
         budget = self.options.budget
         conclusion = decide(() if progress else before, ended, seen, best, budget)
         attempt = closed(attempt, ended, seen, conclusion, progress=progress)
-        slow = guarded("comparing step times", self.step_times.documents)
-        if isinstance(slow, Unknown):
-            self.tell(f"warning: {slow.message}")
-        elif slow:
-            attempt["slow"] = slow
         state = {
             **state,
             "best": seen.step if progress else best,

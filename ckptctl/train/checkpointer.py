@@ -434,15 +434,14 @@ class Checkpointer:
 
     # The record of this attempt
 
-    def note(self, step: int, *, loss: float | None = None, work_s: float | None = None) -> None:
+    def note(self, step: int, *, loss: float | None = None) -> None:
         """Record the training progress; call it after each step, on every rank.
 
         Writes a line at most every 30 s, and one for the first non-finite loss. A later
         resume reads from it how soon a failure followed the loaded step. Under `ckptctl run` it
-        is the heartbeat of this rank, too, and carries its step times: `work_s` is what this
-        step took it without waiting for others, by default the time since the last call.
+        is the heartbeat of this rank, too.
         """
-        heartbeat("step", step=step, work_s=work_s)
+        heartbeat("step", step=step)
         if self._data_ledger is not None:
             self._data_ledger.note(step)
         if self._replay is None:

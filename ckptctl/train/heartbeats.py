@@ -40,16 +40,11 @@ from ckptctl.storage.shared_places import HeldFolder, open_private_folder
 EVERY_S = 1.0
 """How often an unchanged section is written at most, in seconds."""
 
-_SLACK_S = 1.0
-"""How much longer the work of a step may be than the step; more is no measurement."""
-
 _FIRST_FREE, _LAST_FREE = 35, 64
 """Real-time signals; glibc uses 32 and 33, and 34 is `SIGRTMIN`, which programs take first."""
 
 
-def heartbeat(
-    section: Reported | None = None, *, step: int | None = None, work_s: float | None = None
-) -> None:
+def heartbeat(section: Reported | None = None, *, step: int | None = None) -> None:
     """Report that this rank makes progress, and which section of the job it is in.
 
     `ckptctl run` ends a job whose rank does not report within the limit of its section. Without
@@ -58,17 +53,13 @@ def heartbeat(
     `heartbeat("evaluation")`. Costs a microsecond, and a write of a small file on this node at
     most once a second. Does nothing in a job that `ckptctl run` did not start.
 
-    Slow ranks are found by the time between two reports of section `step`. Ranks that wait for
-    each other in each step all take as long as the slowest: `work_s` is what this rank spent on
-    the step itself, in seconds.
-
     Raises `UsageError` for a section that does not exist.
     """
     if section is not None and section not in REPORTED:
         raise UsageError(f"section is {section!r}; the sections are {', '.join(REPORTED)}")
     writer = _writer()
     if writer is not None:
-        writer.beat(section, step, work_s)
+        writer.beat(section, step)
 
 
 @contextmanager
@@ -151,8 +142,6 @@ class _Writer:
         self._stacks_name = stacks_name(rank)
         self._lock = threading.Lock()
         self._written_s = float("-inf")
-        self._step_ended: tuple[int, float] | None = None
-        self._work_s = 0.0
         self._stacks: BinaryIO | None = None
         self._beat = first_heartbeat(rank, own_process(), cluster_context())
         if size is not None:
@@ -171,12 +160,11 @@ class _Writer:
         """The section that was reported last."""
         return self._beat["section"]
 
-    def beat(self, section: Reported | None, step: int | None, work_s: float | None) -> None:
+    def beat(self, section: Reported | None, step: int | None) -> None:
         """Count one report; write it if the section is another or a second has passed."""
         with self._lock:
             beat = self._beat
             beat["count"] += 1
-            self._time_step(section, step, work_s)
             if step is not None:
                 beat["step"] = step
             is_new = section is not None and section != beat["section"]
@@ -184,20 +172,6 @@ class _Writer:
                 beat["section"] = section
             if is_new or time.monotonic() - self._written_s >= EVERY_S:
                 self._write()
-
-    def _time_step(self, section: Reported | None, step: int | None, work_s: float | None) -> None:
-        """Add up what steps take; a step during which the section changed is left out."""
-        before, self._step_ended = self._step_ended, None
-        if section != "step" or step is None:
-            return
-        now_s = time.monotonic()
-        self._step_ended = step, now_s
-        if before is None or step <= before[0]:
-            return
-        is_given = work_s is not None and 0 <= work_s <= now_s - before[1] + _SLACK_S
-        self._work_s += work_s if work_s is not None and is_given else now_s - before[1]
-        self._beat["steps"] = self._beat.get("steps", 0) + step - before[0]
-        self._beat["work_ms"] = round(1000 * self._work_s)
 
     def save(self, step: int | None) -> None:
         with self._lock:

@@ -240,7 +240,7 @@ SAMPLES: Mapping[str, tuple[bytes, ...]] = {
         (
             b'{"rank":1,"local_world_size":8,"world_size":16,"node":"n1","pid":12,"started":345,'
             b'"count":7,"section":'
-            b'"step","step":9,"saving":null,"stack_signal":12,"steps":3,"work_ms":17}'
+            b'"step","step":9,"saving":null,"stack_signal":12}'
         ),
     ),
     "stacks": (

@@ -39,19 +39,6 @@ class OwnerDocument(TypedDict):
     """The root, as that machine names it."""
 
 
-class SlowRankDocument(TypedDict):
-    """A rank that was slow when the attempt ended."""
-
-    rank: Count
-    """The rank."""
-    node: str
-    """Its node."""
-    relative_percent: Count | None
-    """The fastest rank's step time as a share of its own; null where it was the only one."""
-    individual_percent: Count | None
-    """Its own best step time as a share of the last."""
-
-
 class AttemptDocument(TypedDict):
     """One attempt of the job."""
 
