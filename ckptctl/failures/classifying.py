@@ -160,7 +160,12 @@ def _decisive(
     suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
     # A rank that SIGKILL ended ends the others with SIGTERM; a preemption begins with SIGTERM.
     killed = _first(each for each in suspects if each.rule in _SIGKILL)
-    suspects = [e for e in suspects if e.rule != "stop.sigterm" or not _was_first(killed, e)]
+    if killed is not None:
+        suspects = [
+            suspect
+            for suspect in suspects
+            if suspect.rule != "stop.sigterm" or _earlier(suspect, killed) is not killed
+        ]
     strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
     # An exception that no rule knows only names what the lines about it explain.
     strong = [each for each in strong if not each.rule.startswith(_UNNAMED)] or strong
@@ -172,10 +177,6 @@ def _decisive(
 
 
 _SIGKILL = ("stop.sigkill", "slurm.task-killed")
-
-
-def _was_first(first: Evidence | None, second: Evidence) -> bool:
-    return first is not None and _earlier(second, first) is first
 
 
 def _first_root(
@@ -336,7 +337,7 @@ def classify(
     decision = decide(found, read.first_failed)
     # What was not read may hold a failure.
     is_whole = not (read.deadline_reached or read.unread)
-    finished = is_whole and (_is_zero(exit_code) or state in _FINISHED)
+    finished = is_whole and (str(exit_code).strip() in ("0", "0:0") or state in _FINISHED)
     return _answer(decision, found, scheduler, read, stall, finished=finished)
 
 
@@ -346,10 +347,6 @@ def _given(
     by_state = evidence_of_state(state) if state else None
     by_exit = evidence_of_exit(exit_code, scheduler) if exit_code is not None else None
     return tuple(each for each in (by_state, by_exit) if each is not None)
-
-
-def _is_zero(exit_code: int | str | None) -> bool:
-    return exit_code is not None and str(exit_code).strip() in ("0", "0:0")
 
 
 def _answer(

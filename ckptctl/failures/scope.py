@@ -92,7 +92,11 @@ def scope_of(logs: Iterable[LogSpan], has_zone: Mapping[str, bool]) -> AttemptSc
     `has_zone` states for each log, also of others, whether its times have a zone.
     """
     logs = [*logs]
-    timed = sorted((log for log in logs if log.last_s is not None), key=_last, reverse=True)
+    timed = sorted(
+        (log for log in logs if log.last_s is not None),
+        key=lambda log: log.last_s or 0.0,
+        reverse=True,
+    )
     of_attempt, earlier = [log for log in logs if log.last_s is None], list[LogSpan]()
     begin = None if not timed else timed[0].first_s
     for log in timed:
@@ -122,10 +126,6 @@ def scope_of(logs: Iterable[LogSpan], has_zone: Mapping[str, bool]) -> AttemptSc
         pids=frozenset(pid for log in of_attempt for pid in log.pids),
         jobs=frozenset(job for log in of_attempt for job in log.jobs),
     )
-
-
-def _last(log: LogSpan) -> float:
-    return log.last_s or 0.0
 
 
 def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:

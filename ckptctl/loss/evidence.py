@@ -459,13 +459,19 @@ def loss_checks(
     stale = f"{first}; a tensor that changes the loss by {share(shown.smallest_weights)} would show"
     weights = rows or _differing(replay) * (not replay.first_is_equal)
     same_weights = shown.excludes_weights and not weights
-    yield _by_rows(WEIGHTS, same_weights, stale, weights or _weights_text(shown))
+    unseen = (
+        f"{_lr_text(shown)}a stale tensor changes the loss by about {share(shown.update.size)}, "
+        f"less than {_least(shown.smallest_weights)}"
+    )
+    yield _by_rows(WEIGHTS, same_weights, stale, weights or unseen)
     jump = level.smallest_jump
     sees_jump = jump is not None and jump <= SMALLEST_JUMP
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""
     yield Check(NOTHING_LOADED, seen if sees_jump else "", "too few or too noisy rows for a jump")
     yield _by_rows(NOTHING_LOADED, same_weights, stale, "")
-    update, why = f"{twice}; {_limit_text(shown)}", all_agree or _update_text(shown)
+    moves = f"{_lr_text(shown)}one update moves the loss by about {share(shown.update.size)}"
+    update = f"{twice}; {moves}, and {share(shown.smallest_update)} would be detected"
+    why = all_agree or f"{moves}, less than {_least(shown.smallest_update)}"
     if shown.drifts or replay.agreement is Agreement.DRIFT:
         yield Check(OPTIMIZER, doubt=_drift_text(replay))
         yield Check(RATE, doubt=_drift_text(replay))
@@ -524,13 +530,6 @@ def _lr_text(shown: Sensitivity) -> str:
     return f"with a learning rate of {share(lr_share)} of its peak, " if lr_share < 1 else ""
 
 
-def _limit_text(shown: Sensitivity) -> str:
-    return (
-        f"{_lr_text(shown)}one update moves the loss by about {share(shown.update.size)}, and "
-        f"{share(shown.smallest_update)} would be detected"
-    )
-
-
 def _drift_text(replay: Replay) -> str:
     return (
         f"the first step is equal and later ones differ by up to {share(replay.most)}: another "
@@ -538,22 +537,9 @@ def _drift_text(replay: Replay) -> str:
     )
 
 
-def _update_text(shown: Sensitivity) -> str:
-    return (
-        f"{_lr_text(shown)}one update moves the loss by about {share(shown.update.size)}, less "
-        f"than {_least(shown.smallest_update)} that these rows would show"
-    )
-
-
-def _weights_text(shown: Sensitivity) -> str:
-    return (
-        f"{_lr_text(shown)}a stale tensor changes the loss by about {share(shown.update.size)}, "
-        f"less than {_least(shown.smallest_weights)} that these rows would show"
-    )
-
-
 def _least(size: float) -> str:
-    return f"the {share(size)}" if math.isfinite(size) else "anything"
+    least = f"the {share(size)}" if math.isfinite(size) else "anything"
+    return f"{least} that these rows would show"
 
 
 def _averaged(replay: Replay) -> Check:

@@ -225,15 +225,19 @@ def follow_loss(
             parts = splitter.split()
             if may_divide is None:
                 may_divide, n_at_start = _may_divide(parts, resume_point), parts.n_rows
-            unused = _unused_keys(tails, log_format) if parts.n_rows else []
+            unused: list[str] = []
+            if parts.n_rows and log_format is not None:
+                unused = log_format.unused_keys(tail.used for tail in tails)
             notes = DamageLog(unused_keys=unused, other_ranks=tails[-1].reader.other_ranks)
             report = check_split(parts, options, logs=logs, may_divide=may_divide, damage=notes)
         yield report
         # Rows that one log for all attempts held at the start can be those of an attempt before
         # the claimed one, whose first step is another.
-        is_live = len(logs) > 1 or report.n_rows > n_at_start or not _is_of_another_step(report)
-        enough = report.worst is not None and is_live and _is_enough(report.worst, follow)
-        if (over or enough) and ledger is not None and report.worst is not None:
+        worst = report.worst
+        codes = [] if worst is None else [finding.code for finding in worst.findings]
+        is_live = len(logs) > 1 or report.n_rows > n_at_start or "loss.step" not in codes
+        enough = worst is not None and is_live and _is_enough(worst, follow)
+        if (over or enough) and ledger is not None and worst is not None:
             with_ledger = replace(options, ledger=ledger)
             yield check_split(
                 parts, with_ledger, logs=logs, may_divide=bool(may_divide), damage=notes
@@ -242,15 +246,6 @@ def follow_loss(
             return
         left_s = follow.poll_s if deadline is None else deadline - time.monotonic()
         time.sleep(max(0.0, min(follow.poll_s, left_s)))
-
-
-def _unused_keys(tails: Sequence[_Tail], log_format: LogFormat | None) -> list[str]:
-    return [] if log_format is None else log_format.unused_keys(tail.used for tail in tails)
-
-
-def _is_of_another_step(report: LossReport) -> bool:
-    worst = report.worst
-    return worst is not None and any(each.code == "loss.step" for each in worst.findings)
 
 
 def _is_enough(assessment: Assessment, follow: FollowOptions) -> bool:

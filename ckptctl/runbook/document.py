@@ -151,7 +151,6 @@ class Block:
     sets: str | None
     at_most: int
     outcomes: tuple[Outcome, ...]
-    line: int
 
     @property
     def commands(self) -> tuple[str, ...]:
@@ -177,25 +176,13 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrow:
-    """One arrow of the diagram; `[*]` as target is the end."""
-
-    source: str
-    target: str
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
 class Runbook:
-    """A page that can be run: `start` is its first state, `text` the page."""
+    """A page that can be run: its first state is the start; `text` is the page."""
 
     name: str
     title: str
     inputs: tuple[Input, ...]
-    start: str
-    arrows: tuple[Arrow, ...]
     states: tuple[State, ...]
-    sections: tuple[str, ...]
     text: str
 
     def input(self, name: str) -> Input | None:

@@ -70,37 +70,30 @@ class Talk(Protocol):
     @property
     def attended(self) -> bool:
         """Whether a person can be asked."""
-        ...
 
     @property
     def assumes(self) -> bool:
         """Whether this is a dry run, which assumes the decisions that the page expects."""
-        ...
 
     @property
     def repeated(self) -> Sequence[str]:
         """The options of this call that a next command must repeat."""
-        ...
 
     @property
     def columns(self) -> int | None:
         """The width of a block's output; None if unknown."""
-        ...
 
     def report(self, text: str) -> None:
         """Report a fact about the run that belongs to no block."""
-        ...
 
     def continues(self, run: str, begun: str) -> bool | None:
         """Whether to continue the unfinished run that was found; None to leave.
 
         False starts a new run. Raises `NoTerminal`.
         """
-        ...
 
     def entering(self, state: State) -> None:
         """A state begins."""
-        ...
 
     def about_to(self, block: Block, command: str | None, values: Mapping[str, Value]) -> None:
         """A block is about to run, or would be in a dry run.
@@ -108,33 +101,27 @@ class Talk(Protocol):
         `command` is what bash makes of it, None if it is more than one simple command;
         `values` are those of the names in it.
         """
-        ...
 
     def silent(self, waited_s: float) -> None:
         """The command of the block has run for so long, and printed nothing for a while."""
-        ...
 
     def printed(self, text: str) -> None:
         """The command printed a line, on standard output or standard error."""
-        ...
 
     def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
         """A block ended or was not run (`ended` is None); `outcome` follows."""
-        ...
 
     def decided(self, block: Block, decision: Input) -> str | None:
         """The person's decision for a block that needs one; empty for no, None to leave the run.
 
         Raises `NoTerminal`.
         """
-        ...
 
     def asked(self, wanted: Input, suggestion: str | None) -> Value | None:
         """The value of an input that the next block needs; empty for none, None to leave the run.
 
         Called only where a person can be asked.
         """
-        ...
 
     def may(self, block: Block, *, again: bool, found: Sequence[str]) -> bool | None:
         """Whether the block that was just shown may change something; None to leave the run.
@@ -143,7 +130,6 @@ class Talk(Protocol):
         are the names whose values come from an existing record, not from this call. Raises
         `NoTerminal`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,9 +235,8 @@ def position_of(
     page.
     """
     defaults = {each.name: each.default for each in book.inputs if each.default is not None}
-    position = Position(
-        book, book.start, variables=dict(defaults), after_change=(book.start, 0, {})
-    )
+    start = book.states[0].name
+    position = Position(book, start, variables=dict(defaults), after_change=(start, 0, {}))
     for number, event in enumerate(events):
         try:
             position.apply(event, found=number < n_found, attended=attended)

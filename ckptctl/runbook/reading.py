@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptctl.errors import UsageError
-from ckptctl.runbook.document import STOP, Arrow, Block, Input, Outcome, Runbook, State
+from ckptctl.runbook.document import STOP, Block, Input, Outcome, Runbook, State
 
 _TITLE = re.compile(r"# (?P<name>[A-Za-z0-9][A-Za-z0-9-]*): (?P<title>\S.*)")
-_HEADING = re.compile(r"(?P<marks>#{2,6}) (?P<text>\S.*?)\s*")
+_HEADING = re.compile(r"#{2,6} (?P<text>\S.*?)\s*")
 _FENCE = re.compile(r"```(?P<info>.*)")
-_ARROW = re.compile(r"(?P<source>\S+) --> (?P<target>[^\s:]+)(?:: *(?P<label>.*))?")
 _INPUT_NAME = re.compile(
     r"`(?P<name>[A-Z][A-Z0-9_]*)(?P<list>\.\.\.)?(?:: (?P<type>[a-z]+(?:[/-][a-z]+)*))?`"
 )
@@ -28,22 +27,10 @@ _SHORT_HEAD = ("ends with", "then", "because")
 _EVENTS = ("not run", "too often", "dry run", "other")
 _OF_A_BLOCK = frozenset(
     (
-        "name",
-        "reads",
-        "changes",
-        "attended",
-        "repeats",
-        "brief",
-        "decides",
-        "overrides",
-        "asks",
-        "needs",
-        "runs",
-        "sets",
-        "at-most",
+        *("name", "reads", "changes", "attended", "repeats", "brief", "decides", "overrides"),
+        *("asks", "needs", "runs", "sets", "at-most"),
     )
 )
-_START = "[*]"
 
 _PACKAGED = Path(__file__).parent / "pages"
 # In a source tree, the pages are at the top level.
@@ -76,33 +63,15 @@ def parse(text: str, file: str) -> Runbook:
     reader = _Reader(text, file)
     title = reader.title()
     inputs: tuple[Input, ...] = ()
-    arrows: tuple[Arrow, ...] = ()
     states: list[State] = []
-    sections: list[str] = []
-    for heading, level, body in reader.parts():
-        if level == 2:
-            sections.append(heading)
+    for heading, body in reader.parts():
         if heading == "Inputs":
             inputs = (*reader.inputs(body, _INPUTS_HEAD), *inputs)
         elif heading == "Decisions":
             inputs = (*inputs, *reader.inputs(body, _DECISIONS_HEAD))
-        elif heading == "Flow":
-            arrows = tuple(reader.arrows(body))
         elif blocks := tuple(reader.blocks(body)):
             states.append(State(heading, _prose(body), blocks))
-    starts = [arrow.target for arrow in arrows if arrow.source == _START]
-    if len(starts) != 1:
-        raise reader.error(1, "the diagram in the section Flow needs one arrow `[*] --> STATE`")
-    return Runbook(
-        title["name"].lower(),
-        title["title"],
-        inputs,
-        starts[0],
-        tuple(arrow for arrow in arrows if arrow.source != _START),
-        tuple(states),
-        tuple(sections),
-        text,
-    )
+    return Runbook(title["name"].lower(), title["title"], inputs, tuple(states), text)
 
 
 _Body = Sequence[tuple[int, str]]
@@ -123,9 +92,9 @@ class _Reader:
             raise self.error(1, "a runbook begins with a line `# NAME: TITLE`")
         return found
 
-    def parts(self) -> Iterator[tuple[str, int, _Body]]:
-        """Each heading with its depth and the lines below it, up to the next heading."""
-        heading, level = "", 1
+    def parts(self) -> Iterator[tuple[str, _Body]]:
+        """Each heading with the lines below it, up to the next heading."""
+        heading = ""
         body: list[tuple[int, str]] = []
         fenced = False
         for number, text in self.lines:
@@ -134,11 +103,11 @@ class _Reader:
             if found is None:
                 body.append((number, text))
                 continue
-            yield heading, level, body
-            heading, level, body = found["text"], len(found["marks"]), []
+            yield heading, body
+            heading, body = found["text"], []
         if fenced:
             raise self.error(len(self.lines), "a block is not closed: ``` is missing")
-        yield heading, level, body
+        yield heading, body
 
     def inputs(self, body: _Body, head: Sequence[str]) -> Iterator[Input]:
         for number, (name, meaning, otherwise) in self._table(body, head):
@@ -158,15 +127,6 @@ class _Reader:
                 found["type"] or "text",
                 head is _DECISIONS_HEAD,
             )
-
-    def arrows(self, body: _Body) -> Iterator[Arrow]:
-        for number, text in body:
-            if "-->" not in text:
-                continue
-            found = _ARROW.fullmatch(text.strip())
-            if found is None:
-                raise self.error(number, f"no arrow of a state diagram: {text.strip()}")
-            yield Arrow(found["source"], found["target"], found["label"] or "")
 
     def blocks(self, body: _Body) -> Iterator[Block]:
         """The named blocks of a section, each with the table that follows it."""
@@ -214,7 +174,6 @@ class _Reader:
             given.get("sets"),
             int(at_most),
             tuple(self._outcomes(after)),
-            number,
         )
 
     def _outcomes(self, after: _Body) -> Iterator[Outcome]:

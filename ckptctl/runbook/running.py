@@ -207,7 +207,12 @@ def _record(
         )
     if last is None or (last.is_over and how == "auto"):
         return new, new
-    _check_page(book, last)
+    if last.opened.page != _digest(book):
+        raise UsageError(
+            f"the page of the runbook {book.name} has changed since the run {last.name} was "
+            "started; its position can no longer be determined",
+            next_command=command_line("runbook", "run", book.name, store.url, "--new"),
+        )
     opened = last.opened
     dates = f"started by {opened.by} at {opened.at}, last entry at {last.events[-1].at}"
     talk.report(f"a run of {book.name} was found under this root: {last.name}, {dates}")
@@ -266,15 +271,6 @@ def _check_unattended(
                 )
                 + " --continue",
             )
-
-
-def _check_page(book: Runbook, record: RunRecord) -> None:
-    if record.opened.page != _digest(book):
-        raise UsageError(
-            f"the page of the runbook {book.name} has changed since the run {record.name} was "
-            "started; its position can no longer be determined",
-            next_command=command_line("runbook", "run", book.name, record.store.url, "--new"),
-        )
 
 
 def _open(book: Runbook, record: RunRecord, root: str, inputs: Mapping[str, Value]) -> None:

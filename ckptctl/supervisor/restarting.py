@@ -564,7 +564,9 @@ class SupervisedJob:
         left = budget_of(since_progress(held.state)).left(budget)
         self.attempts.append(reported(attempt, conclusion, left))
         self._note(self.attempts[-1].sentence)
-        reported_to = guarded("reporting the attempt", partial(self._report, self.attempts[-1]))
+        reported_to = guarded(
+            "reporting the attempt", partial(self.options.on_attempt, self.attempts[-1])
+        )
         if isinstance(reported_to, Unknown):
             self.tell(f"warning: {reported_to.message}")
         return conclusion
@@ -596,9 +598,6 @@ class SupervisedJob:
             )
             return ended._replace(cause=None)
         return ended
-
-    def _report(self, attempt: Attempt) -> None:
-        self.options.on_attempt(attempt)
 
     def _seen_after(self, ended: Ended) -> RootState:
         """The roots after an attempt; waited for only where a restart needs the answer."""

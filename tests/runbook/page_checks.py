@@ -18,6 +18,7 @@ SECTIONS = ("Trigger", "Severity", "Inputs", "Flow", "Procedure", "Rollback", "R
 
 _OF_THE_ENGINE = frozenset({"BECAUSE", "RECORD"})
 _END = "[*]"
+_ARROW = re.compile(r"^ +(\S+) --> ([^\s:]+)", re.MULTILINE)
 _OF_THE_SHELL = re.compile(
     r"(BASH|CKPTCTL|DYLD|GIT|LC|LD|PYTHON|SHELL)_?[A-Z0-9_]*|ENV|HOME|IFS|LANG|PATH|PS[0-9]|SHELLOPTS"
 )
@@ -48,10 +49,11 @@ def _led_to(book: Runbook) -> Iterator[str]:
 
 
 def _sections(book: Runbook) -> Iterator[str]:
+    sections = re.findall(r"^## (\S.*?)\s*$", book.text, re.MULTILINE)
     for name in SECTIONS:
-        if name not in book.sections:
+        if name not in sections:
             yield f"the section {name} is missing"
-    there = [name for name in book.sections if name in SECTIONS]
+    there = [name for name in sections if name in SECTIONS]
     if there != [name for name in SECTIONS if name in there]:
         yield f"the sections are in another order than {', '.join(SECTIONS)}"
 
@@ -76,7 +78,11 @@ def _names(book: Runbook) -> Iterator[str]:
 
 
 def _diagram(book: Runbook) -> Iterator[str]:
-    drawn = {(arrow.source, arrow.target) for arrow in book.arrows}
+    arrows = {(source, target) for source, target in _ARROW.findall(book.text)}
+    start = book.states[0].name
+    drawn = {arrow for arrow in arrows if arrow[0] != _END}
+    if arrows - drawn != {(_END, start)}:
+        yield f"the diagram in the section Flow needs one arrow `[*] --> STATE`, to {start}"
     stated = set(_transitions(book))
     known = {state.name for state in book.states}
     for name in sorted({name for arrow in drawn for name in arrow} - known - {_END}):
@@ -87,7 +93,7 @@ def _diagram(book: Runbook) -> Iterator[str]:
         yield f"the diagram has an arrow from {source} to {target}, but no table leads there"
     reached = _reached(book)
     for name in sorted(known - reached):
-        yield f"the state {name!r} is never reached from {book.start}"
+        yield f"the state {name!r} is never reached from {start}"
 
 
 def _transitions(book: Runbook) -> Iterator[tuple[str, str]]:
@@ -101,7 +107,7 @@ def _transitions(book: Runbook) -> Iterator[tuple[str, str]]:
 
 
 def _reached(book: Runbook) -> set[str]:
-    reached = {book.start}
+    reached = {book.states[0].name}
     stated = tuple(_transitions(book))
     while more := {target for source, target in stated if source in reached} - reached:
         reached |= more
