@@ -229,7 +229,7 @@ class TableReader(RecordReader):
 
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
-        if self._header(text, position.file) or not self._names:
+        if self._header(text) or not self._names:
             return ()
         cells = _cells(text, self._delimiter)
         pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
@@ -242,13 +242,8 @@ class TableReader(RecordReader):
             return all(map(self._maker.field, names))
         return all(map(plain_name, names[1:]))
 
-    def _header(self, text: str, file: str) -> bool:
+    def _header(self, text: str) -> bool:
         # A job that resumes into the same file writes the header again.
-        if text.strip() == _TENSORBOARD_EXPORT:
-            tag = _TAG.search(file)
-            named = "loss" if tag is None or self._maker.field(tag[1]) is None else tag[1]
-            self._names, self._delimiter = ("wall_time", "step", named), ","
-            return True
         if not _STEP_WORD.search(text) and not self._maker.own:
             return False
         for delimiter in _DELIMITERS:
@@ -264,9 +259,6 @@ class TableReader(RecordReader):
 _DELIMITERS = (",", "\t", ";", "|", None)
 """None is any white space."""
 
-# TensorBoard's download of one tag; the name of the file holds the tag.
-_TENSORBOARD_EXPORT = "Wall time,Step,Value"
-_TAG = re.compile(r"-tag-([^/]{1,200})\.csv")
 _STEP_WORD = re.compile(r"(?i)step|iter|\bit\b")
 
 

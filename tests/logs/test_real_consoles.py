@@ -64,17 +64,6 @@ def test_the_last_bar_of_a_process_that_died_is_left_out_where_it_has_the_loss_b
     assert steps(list(read_logs([str(log)]))) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("name", ["run-.-tag-train_loss.csv", "export.csv"])
-def test_a_download_of_tensorboard_is_a_table_of_one_metric(tmp_path, name):
-    log = tmp_path / name
-    log.write_text("Wall time,Step,Value\n1700000000.5,1,2.5\n1700000001.5,2,2.25\n")
-    rows = list(read_logs([str(log)]))
-    assert [(row.step, row.loss.value, row.at) for row in rows] == [
-        (1, 2.5, 1700000000.5),
-        (2, 2.25, 1700000001.5),
-    ]
-
-
 def test_abbreviated_steps_of_levanter_stand_for_the_last_row_of_each(tmp_path):
     log = tmp_path / "train.log"
     shown = [("999", 1.5), ("12.3k", 1.4), ("12.3k", 1.3), ("12.4k", 1.2)]
