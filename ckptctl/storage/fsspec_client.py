@@ -463,7 +463,11 @@ class S3fsClient(FsspecClient):
         async def once() -> T:
             return await request
 
-        return self._ask(lambda: sync(self._fs.loop, once), key)
+        def answer() -> T:
+            result: T = sync(self._fs.loop, once)
+            return result
+
+        return self._ask(answer, key)
 
     def _error(self, exc: Exception, key: str) -> StorageError | UsageError:
         # s3fs translates errors into built-in exceptions, with the original as cause.

@@ -42,8 +42,6 @@ class OwnerDocument(TypedDict):
 class AttemptDocument(TypedDict):
     """One attempt of the job."""
 
-    slow: NotRequired[list[SlowRankDocument]]
-    """The ranks of the supervisor's node that were slow when it ended; absent without any."""
     number: Positive
     """Counted from 1, over all invocations."""
     started_at: Time
