@@ -174,19 +174,16 @@ def families_of(
             alike[_NUMBER.sub("N", path), counts].append(_Named(path, numbers, tuple(is_count)))
     found = (_family(key, files, number, sizes or {}) for (key, _), files in sorted(alike.items()))
     families = [family for family in found if family is not None]
-    from_zero = {n for family in lines(families) if family.has_zero for (n,) in family.members}
+    of_line = [family for family in families if family.is_line]
+    from_zero = {n for family in of_line if family.has_zero for (n,) in family.members}
     return tuple(
         family.from_base(0)
         if family.is_line
         and family.n_present > 1
-        and (family.names_rank or _numbers(family) < from_zero)
+        and (family.names_rank or {n for (n,) in family.members} < from_zero)
         else family
         for family in families
     )
-
-
-def _numbers(family: Family) -> frozenset[int]:
-    return frozenset(n for place in family.members for n in place)
 
 
 def key_of(path: str) -> str:
@@ -322,11 +319,6 @@ def _identifying(columns: Sequence[_Column], n_files: int) -> _Column | None:
         return None
     alone = [column for column in columns if len(set(column.values)) == n_files]
     return min(alone, key=lambda column: max(column.values), default=None)
-
-
-def lines(families: Iterable[Family]) -> Iterator[Family]:
-    """The families with one axis, whose numbers are those of ranks or shards."""
-    return (family for family in families if family.is_line)
 
 
 # Files that a framework names

@@ -105,10 +105,6 @@ _LEAST_MOVES = 2
 """A family that moved on as often between steps is a window."""
 
 
-def _ends(family: Family) -> tuple[int, int]:
-    return family.values[0][0], family.values[0][-1]
-
-
 def _is_window(families: Sequence[tuple[int, Family]]) -> bool:
     """Whether a family, with the numbers of the steps that hold it, moves on with each step.
 
@@ -124,7 +120,10 @@ def _is_shifted(older: Family, newer: Family) -> bool:
     is_line = all(len(family.values) == 1 for family in (older, newer))
     is_of_several = min(older.n_present, newer.n_present) > 1
     is_open = is_line and is_of_several and not (older.stated or older.names_rank)
-    return is_open and all(now > then for now, then in zip(_ends(newer), _ends(older), strict=True))
+    if not is_open:
+        return False
+    (then,), (now,) = older.values, newer.values
+    return now[0] > then[0] and now[-1] > then[-1]
 
 
 def is_of_evaluation(opened: OpenStep, path: str) -> bool:
@@ -176,16 +175,11 @@ def unlisted_files(step: Step) -> Mapping[str, int]:
         if (file.kind == "link" or (file.kind == "file" and not is_empty_archive(file)))
         and layouts.is_saved(file.path)
         and not layouts.belongs_to_shards(file.path)
-        and not _states_a_place(file.path, step.layout)
+        # Nor is a file whose name states a place in the grid of ranks of its framework.
+        and not ((named := rank_file(file.path, step.layout)) and axes_in(named[1]))
     }
     indexed = {(match["folder"], match["suffix"]) for path in saved if (match := INDEX_NAME(path))}
     return {path: size for path, size in saved.items() if folder_and_suffix(path) not in indexed}
-
-
-def _states_a_place(path: str, layout: str) -> bool:
-    """Whether the name of a file states a place in the grid of ranks of its framework."""
-    found = rank_file(path, layout)
-    return found is not None and bool(axes_in(found[1]))
 
 
 _FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})

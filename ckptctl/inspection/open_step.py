@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -72,10 +71,6 @@ from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
 from ckptctl.storage.contract import ShortRead, Store, list_if_there, read_range
 from ckptctl.storage.opening import join_url
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.sidecars import HeldTensor
-
 
 MAX_KINDS = 64
 """So many kinds of files are opened to see whether they are of `torch.save`."""

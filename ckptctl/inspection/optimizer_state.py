@@ -30,8 +30,6 @@ from ckptctl.errors import (
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
     RecordDirectory,
-    View,
-    parse_directory,
     read_member,
 )
 from ckptctl.formats.archive.safetensors import PREFIX, TORCH_NAMES, parse_header
@@ -40,11 +38,11 @@ from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import has_shape_of_parameter, is_moment_name, is_square
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formats.pickles.policy import Opaque
-from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards, decode_value
+from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards
 from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.predecessor import Before, compared_before
-from ckptctl.inspection.sidecars import FileReads, value_in_file
+from ckptctl.inspection.sidecars import FileReads, value_in_file, value_in_record
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.model import DTYPE_SIZES, SHARDED, Metadata, TensorEntry
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
@@ -381,10 +379,7 @@ class _Reader:
         if place is None or place.transforms or place.length > _MOST_OF_A_VALUE:
             return None
         path = inside(self._source.folder, place.file)
-        data = read_range(self._source.store, path, place.offset, place.length)
-        view = View(len(data), data, data)
-        pickle = read_member(parse_directory(data, len(data)), "data.pkl", view)
-        return None if pickle is None else decode_value(pickle)
+        return value_in_record(read_range(self._source.store, path, place.offset, place.length))
 
     def item_bytes(self, dtype: str) -> int:
         """See `Caller.item_bytes`."""

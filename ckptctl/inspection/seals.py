@@ -836,8 +836,6 @@ def ask_store(
     metadata files, which every inspection reads and compares. Storage errors pass
     through. Cost: one HEAD for each sealed file, and no byte.
     """
-    from ckptctl.inspection.seals import check_stored, comparable, without_seal
-
     step = opened.step
     if seal is None:
         if opened.has_seal:

@@ -367,8 +367,6 @@ def tensors_in_header(header: bytes) -> Mapping[str, TensorStub] | None:
 
 
 def _value_in(directory: RecordDirectory, view: Readable) -> object | None:
-    from ckptctl.formats.pickles.values import decode_shards  # most steps have no such file
-
     pickle = read_member(directory, "data.pkl", view)
     if pickle is None:
         return None
@@ -454,16 +452,22 @@ def number_in(record: bytes) -> int | float | None:
     None for a record of anything else, and for a damaged one: that is found by the
     checks, not here.
     """
-    view = View(len(record), record, record)
     try:
-        directory = parse_directory(record, len(record))
-        pickle = read_member(directory, "data.pkl", view)
-        value = decode_value(pickle) if pickle is not None else None
+        value = value_in_record(record)
     except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
         return None
-    if isinstance(value, TensorStub):
-        return _number_of(value, directory, view)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def value_in_record(record: bytes) -> object:
+    """The value in a whole record, and the number in a tensor of one element.
+
+    Raises `MetadataUnreadable`, `MetadataUnsafe`, `RecordUnreadable`.
+    """
+    view = View(len(record), record, record)
+    directory = parse_directory(record, len(record))
+    pickle = read_member(directory, "data.pkl", view)
+    return None if pickle is None else _without_stub(decode_value(pickle), directory, view)
 
 
 def scalar(stub: TensorStub, data: bytes, byte_order: str) -> int | float | None:

@@ -30,6 +30,7 @@ from ckptctl.inspection.one_save import check_one_save
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.part_files import read_named
 from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
+from ckptctl.inspection.predecessor import check_renamed, check_step_before
 from ckptctl.inspection.presence import (
     check_holds_anything,
     check_key_paths,
@@ -42,6 +43,7 @@ from ckptctl.inspection.rank_files import (
     check_stated_ranks,
     stated_ranks,
 )
+from ckptctl.inspection.safetensors import check_safetensors
 from ckptctl.inspection.seals import NOTHING_NOTED, Notes, ask_store, read_notes
 from ckptctl.inspection.shape import (
     check_own_number,
@@ -66,7 +68,7 @@ from ckptctl.inspection.train_state import (
     steps_by_rank,
     train_state,
 )
-from ckptctl.inspection.whole import check_uncounted, decide_whole
+from ckptctl.inspection.whole import Wholeness, check_uncounted, decide_whole
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState
 from ckptctl.options import Requirements
 from ckptctl.records.reads import read_headers, read_indexes
@@ -74,7 +76,6 @@ from ckptctl.storage.contract import ShortRead, Span, Store, StoreKind
 
 if TYPE_CHECKING:
     from ckptctl.inspection.content import Asked, ContentInspection
-    from ckptctl.inspection.whole import Wholeness
 
 
 class SealBytes(Enum):
@@ -230,8 +231,6 @@ def inspect_safetensors(
     read for each file, unless the `headers` are given by path, and for each index; a second
     one for headers of more than 64 KiB.
     """
-    from ckptctl.inspection.safetensors import check_safetensors
-
     read = read_headers(store, folder, part.files)
     if headers is not None:
         known = headers
@@ -286,11 +285,6 @@ def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare names, and a few records of each shard file, with those of the step before."""
     if not context.is_deep:
         return
-    from ckptctl.inspection.predecessor import (
-        check_renamed,
-        check_step_before,
-    )
-
     for part in opened.parts:
         if part.part.format is PartFormat.RANK_FILES:
             yield from check_renamed(opened, part)
