@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Annotated, NamedTuple, overload
 
 from msgspec import Meta
 
@@ -476,6 +476,9 @@ class StatePart:
     times the data-parallel size, and null where that is not known."""
 
 
+_NOT_FOUND = StatePart(found=False)
+
+
 @dataclass(frozen=True, slots=True)
 class UnrecognizedEntry:
     """An entry or a file that may hold train state, of which nothing shows what it is."""
@@ -495,37 +498,24 @@ class UnrecognizedEntry:
 class TrainState:
     """The train state in a step, by kind."""
 
-    model: StatePart
+    model: StatePart = _NOT_FOUND
     """The weights."""
-    optimizer: StatePart
+    optimizer: StatePart = _NOT_FOUND
     """The state of the optimizer."""
-    scheduler: StatePart
+    scheduler: StatePart = _NOT_FOUND
     """The state of the learning-rate scheduler."""
-    rng: StatePart
+    rng: StatePart = _NOT_FOUND
     """The states of the random number generators."""
-    dataloader: StatePart
+    dataloader: StatePart = _NOT_FOUND
     """The position in the data."""
-    step: StatePart
+    step: StatePart = _NOT_FOUND
     """The number of the training step."""
-    tokens: StatePart
+    tokens: StatePart = _NOT_FOUND
     """The number of tokens seen."""
     unrecognized: tuple[UnrecognizedEntry, ...] = ()
     """What may hold state and is not recognized; `--state KIND=KEY` maps it."""
     tensor_keys: frozenset[str] = frozenset()
     """The outermost keys of tensors and of what may hold some, with `#` for the numbers in them."""
-
-    @classmethod
-    def of(
-        cls,
-        parts: Mapping[str, StatePart],
-        unrecognized: tuple[UnrecognizedEntry, ...] = (),
-        tensor_keys: frozenset[str] = frozenset(),
-    ) -> TrainState:
-        """The state with these parts by kind; the kinds without one are not there."""
-        no = StatePart(found=False)
-        nothing = cls(no, no, no, no, no, no, no, unrecognized, tensor_keys)
-        by_name: dict[str, Any] = {**parts}
-        return replace(nothing, **by_name)
 
     def part(self, kind: str) -> StatePart:
         """The part named `kind`, one of `STATE_KINDS`."""

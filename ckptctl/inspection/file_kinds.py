@@ -74,14 +74,6 @@ class Compared(msgspec.Struct, frozen=True):
             if family.key not in self.outputs
         )
 
-    def before(self, at_most: int) -> Iterator[OpenStep]:
-        """See `steps_before`."""
-        return steps_before(self.opened, at_most)
-
-    def beside(self, at_most: int) -> Iterator[OpenStep]:
-        """See `steps_beside`."""
-        return steps_beside(self.opened, at_most)
-
     def closer(self) -> Compared:
         """The same with the windows and the files of evaluations that the steps beside show.
 
@@ -90,7 +82,7 @@ class Compared(msgspec.Struct, frozen=True):
         own = {family.key: family for family in open_families(self.opened.step)}
         examples = {key: (self.opened, family.example) for key, family in own.items()}
         held: dict[str, list[tuple[int, Family]]] = defaultdict(list)
-        for other in (self.opened, *self.beside(_LEAST_MOVES)):
+        for other in (self.opened, *steps_beside(self.opened, _LEAST_MOVES)):
             for family in open_families(other.step):
                 examples.setdefault(family.key, (other, family.example))
                 held[family.key].append((other.step.number or 0, family))
@@ -324,7 +316,7 @@ def lost_index(compared: Compared, families: Collection[Family]) -> Finding | No
     """
     opened = compared.opened
     here = {file.path for file in opened.files}
-    for other in compared.beside(1) if families else ():
+    for other in steps_beside(opened, 1) if families else ():
         there = {file.path for file in other.files}
         # A model that is one file now, under another name, needs no index.
         shared = {folder_and_suffix(path) for path in here & there}

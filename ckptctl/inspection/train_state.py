@@ -81,7 +81,7 @@ class Sources:
     copies: Collection[str] = ()
 
 
-NO_STATE = TrainState.of({})
+NO_STATE = TrainState()
 """What is known of a step that could not be inspected."""
 
 
@@ -166,10 +166,10 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
             is_of_step = one.value is None or abs(one.value - (sources.number or 0)) <= 1
             one = one._replace(where="", value=one.value if is_of_step else None)
         by_kind[one.kind].append(one)
-    state = TrainState.of(
-        {kind: _state_part(kind, by_kind[kind]) for kind in STATE_KINDS if by_kind[kind]},
-        tuple(_each_key_once(unrecognized, {one.kind for one in held})),
-        frozenset(keys),
+    state = TrainState(
+        **{kind: _state_part(kind, by_kind[kind]) for kind in STATE_KINDS if by_kind[kind]},
+        unrecognized=tuple(_each_key_once(unrecognized, {one.kind for one in held})),
+        tensor_keys=frozenset(keys),
     )
     counts = [one.value for one in by_kind["step"] if one.value is not None]
     value = likeliest_step(counts, sources.number)

@@ -38,7 +38,7 @@ from ckptctl.inspection.file_kinds import (
     lost_index,
     lost_words,
 )
-from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep
+from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, several_worlds
 from ckptctl.inspection.shape import empty_file
 from ckptctl.inspection.sidecars import (
@@ -264,10 +264,12 @@ def _known_or_beside(compared: Compared) -> str:
     if not kinds:
         return "no name of a rank"
     is_only = True
-    for other in compared.beside(MAX_COMPARED):
+    for other in steps_beside(compared.opened, MAX_COMPARED):
         is_only = False
         if not _has_more_kinds(other, kinds):
-            if any(_has_more_kinds(step, kinds) for step in compared.before(MAX_BEFORE)):
+            if any(
+                _has_more_kinds(step, kinds) for step in steps_before(compared.opened, MAX_BEFORE)
+            ):
                 return ""  # both may lack a file that earlier steps have
             return "one file" if len(kinds) == 1 else f"{other.name}, which has the same files"
     return "one file" if is_only and len(kinds) == 1 else ""
@@ -310,7 +312,7 @@ def _emptied(compared: Compared, families: Sequence[Family]) -> Finding | None:
     keys = {family.key for family in families}
     files = [file for file in opened.files if file.kind == "file" and not file.size]
     empty = [file.path for file in files if key_of(file.path) in keys]
-    for other in islice(compared.beside(1), 1 if empty else 0):
+    for other in islice(steps_beside(compared.opened, 1), 1 if empty else 0):
         held = {file.path for file in other.files if file.size}
         numbers = (opened.step.number or 0, other.step.number or 0)
         empty = [path for path in empty if layouts.path_in_step(path, *numbers) in held]
@@ -347,7 +349,7 @@ def _is_spaced(family: Family) -> bool:
 
 def _beside(compared: Compared, families: Mapping[str, Family]) -> Iterator[_Beside]:
     """The steps beside this one with their families, nearest first, until one has the same."""
-    for other in compared.beside(MAX_COMPARED):
+    for other in steps_beside(compared.opened, MAX_COMPARED):
         held = {family.key: family for family in compared.families(other.step)}
         if held:
             is_newer = (other.step.number or 0) > (compared.opened.step.number or 0)
@@ -387,7 +389,7 @@ def _fuller_before(compared: Compared, families: Iterable[Family]) -> _Beside | 
     that follows. Files of fewer ranks are larger. Cost: the listings of `MAX_BEFORE` steps.
     """
     present = {family.key: family for family in families}
-    for other in compared.before(MAX_BEFORE):
+    for other in steps_before(compared.opened, MAX_BEFORE):
         held = {family.key: family for family in compared.families(other.step)}
         for key in held.keys() & present.keys():
             now, then = present[key], held[key]
@@ -447,7 +449,7 @@ def _no_longer_growing(compared: Compared, families: Sequence[Family]) -> Iterat
         if not family.is_line or family.n_files < 3 or counts.count(family.n_files) > 1:
             continue
         before: dict[int | None, int] = {}
-        for other in compared.before(3):
+        for other in steps_before(compared.opened, 3):
             there = compared.families(other.step)
             held = [older for older in there if older.key == family.key]
             before[other.step.number] = held[0].n_files if held else 0
@@ -576,7 +578,7 @@ def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> I
     neighbours = opened.neighbours
     is_only = reads_only_step and neighbours.are_known and not neighbours.newer()
     # A dead node takes the same ranks from each later save: the nearest step may lack them, too.
-    for older in compared.before(MAX_BEFORE):
+    for older in steps_before(compared.opened, MAX_BEFORE):
         is_only = False
         files = [file for other in older.step.parts for file in other.files]
         then = {key: family for key, (family, _) in named_families(files, layout).items()}
@@ -763,7 +765,7 @@ def _as_many_copies(compared: Compared, families: Sequence[Family]) -> OpenStep 
             if len(paths) > 1 and len(checksums) == 1 and None not in checksums:
                 continue
         return None
-    for other in compared.beside(MAX_COMPARED):
+    for other in steps_beside(compared.opened, MAX_COMPARED):
         held = {family.key: family.members for family in compared.families(other.step)}
         if held == members:
             return other
