@@ -25,7 +25,7 @@ from zlib_ng.zlib_ng import crc32
 
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
 from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, spread
-from ckptctl.storage.in_flight import in_flight
+from ckptctl.storage.in_flight import act_in_flight
 
 PIECE_BYTES = 1 << 20
 """Bytes a read on a file system: larger ones fall out of the processor's cache."""
@@ -193,13 +193,8 @@ def read_runs(store: Store, runs: Sequence[Run], limits: Limits) -> int:
     total = sum(run.n_bytes for run in runs)
     read = _read_objects if store.kind is StoreKind.OBJECT else _read_files
 
-    def work(number: int) -> BaseException | None:
-        try:
-            read(store, board, number)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            board.given_up = True
-            return error
-        return None
+    def give_up() -> None:
+        board.given_up = True
 
     def show_progress() -> None:
         if limits.on_progress is not None:
@@ -207,18 +202,15 @@ def read_runs(store: Store, runs: Sequence[Run], limits: Limits) -> int:
 
     limits.stop.listening = True
     try:
-        errors = [
-            error
-            for _, error in in_flight(
-                work, range(n_threads), width=max(1, n_threads), while_waiting=show_progress
-            )
-            if error is not None
-        ]
+        act_in_flight(
+            lambda number: read(store, board, number),
+            range(n_threads),
+            width=n_threads,
+            stop=give_up,
+            while_waiting=show_progress,
+        )
     finally:
         limits.stop.listening = False
-        board.given_up = True
-    if errors:
-        raise errors[0]
     return sum(board.n_read)
 
 

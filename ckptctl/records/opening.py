@@ -19,12 +19,14 @@ short that none expands to more than about 32 MiB; a stream that exceeds its lim
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
+
+from zlib_ng.zlib_ng import crc32
 
 from ckptctl.errors import (
     MetadataUnreadable,
@@ -409,13 +411,10 @@ class Template:
     fields: Struct
     constant: tuple[bytes, ...]
     differing: tuple[int, int]
-    crc32: Callable[[Buffer], int]
 
     @classmethod
     def of(cls, opened: OpenRecord, view: View) -> Template | None:
         """The template of a record; None for a record of another form."""
-        from zlib_ng.zlib_ng import crc32
-
         directory, elements = opened.directory, opened.elements
         identity = directory.find(_IDENTITY)
         if elements is None or identity is None or not directory.has_crcs:
@@ -438,7 +437,7 @@ class Template:
         names = [member.name for member in directory.members]
         differing = (names.index(elements.name), names.index(identity.name))
         place = (elements.start, elements.end, len(rest))
-        return cls(opened, head, *place, fields, constant, differing, crc32)
+        return cls(opened, head, *place, fields, constant, differing)
 
     def checksums(self, rest: Buffer, at: int) -> tuple[int, int] | None:
         """The CRC-32 of the elements and of the id of a record, from what follows the elements.
@@ -452,7 +451,7 @@ class Template:
             and crc == crc_again
             and identity_crc == identity_crc_again
             and identity.isdigit()
-            and self.crc32(identity) == identity_crc
+            and crc32(identity) == identity_crc
         ):
             return crc, identity_crc
         return None
@@ -542,6 +541,6 @@ class Templates:
             return None
         if len(head) >= template.end or len(tail) >= view.length - template.start:
             elements = view.get(template.start, template.end)
-            if elements is None or template.crc32(elements) != checksums[0]:
+            if elements is None or crc32(elements) != checksums[0]:
                 return None
         return Alike(template, *checksums)

@@ -18,11 +18,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32_combine
@@ -50,6 +48,7 @@ from ckptctl.resharding.sources import (
     SourceTensor,
 )
 from ckptctl.storage.contract import Store, StoreKind, read_if_there
+from ckptctl.storage.in_flight import act_in_flight
 from ckptctl.storage.objects import PART_BYTES
 
 DEFAULT_MEMORY = 256 << 20
@@ -62,11 +61,7 @@ _OWN_BYTES = 48 << 20
 _MAX_JOBS = 8
 _LARGEST_BLOCK = 2 << 20
 _SMALLEST_BLOCK = 64 << 10
-_PROGRESS_EVERY_S = 0.1
 _PARTS_IN_FLIGHT = 5
-
-_TIDY_S = 2.0
-"""How long threads may take to remove incomplete files when the command ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +133,6 @@ class WriteProgress:
         """Stop all threads."""
         self._ended.set()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the threads are to stop."""
-        return self._ended.is_set()
-
 
 def in_threads(
     tasks: Sequence[Callable[[], None]],
@@ -155,49 +145,14 @@ def in_threads(
 
     `on_progress` is called in the caller's thread.
     """
-    waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
-    for task in tasks:
-        waiting.put(task)
 
-    def work() -> None:
-        try:
-            while not progress.ended:
-                waiting.get_nowait()()
-        except Empty:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            ended.put(error)
-            return
-        ended.put(None)
+    def show() -> None:
+        if on_progress is not None:
+            on_progress(progress.n_bytes, total)
 
-    n_left = min(n_threads, len(tasks))
-    # Daemons: Ctrl-C must not wait for a storage that does not answer.
-    threads = [
-        threading.Thread(target=work, name="ckptctl-write", daemon=True) for _ in range(n_left)
-    ]
-    for thread in threads:
-        thread.start()
-    next_s = time.monotonic()
-    try:
-        while n_left:
-            try:
-                error = ended.get(timeout=_PROGRESS_EVERY_S)
-            except Empty:
-                error, n_ended = None, 0
-            else:
-                n_ended = 1
-            if error is not None:
-                raise error
-            n_left -= n_ended
-            if on_progress is not None and time.monotonic() >= next_s:
-                on_progress(progress.n_bytes, total)
-                next_s = time.monotonic() + _PROGRESS_EVERY_S
-    finally:
-        progress.end()
-        until_s = time.monotonic() + _TIDY_S
-        for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+    act_in_flight(
+        lambda task: task(), tasks, width=n_threads, stop=progress.end, while_waiting=show
+    )
 
 
 class FileCopy:

@@ -7,18 +7,17 @@ Ctrl-C does not wait for a server that does not answer.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
 from ckptctl.errors import OutOfMemory
 from ckptctl.storage.contract import Span
 from ckptctl.storage.waiting import start_daemon
-
-if TYPE_CHECKING:
-    from queue import SimpleQueue
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -35,6 +34,9 @@ MAX_BYTES = 64 << 20
 
 
 _NOTICE_EVERY_S = 0.1
+
+_TIDY_S = 2.0
+"""How long calls may take to end after an interrupt, and to remove incomplete files."""
 
 
 class _Request(Generic[Item, T]):
@@ -84,8 +86,6 @@ def in_flight(
 
     `while_waiting` is called a few times a second, in the caller's thread.
     """
-    from queue import SimpleQueue
-
     waiting: deque[_Request[Item, T]] = deque()
     work: SimpleQueue[_Request[Item, T] | None] = SimpleQueue()
     n_threads = n_waiting = 0
@@ -114,13 +114,48 @@ def in_flight(
             work.put(None)
 
 
-def act_in_flight(act: Callable[[str], object], names: Iterable[str]) -> None:
-    """Call `act` with each name, several at once; the first exception is raised and ends it.
+def act_in_flight(
+    act: Callable[[Item], object],
+    items: Iterable[Item],
+    *,
+    width: int = WIDTH,
+    stop: Callable[[], object] = lambda: None,
+    while_waiting: Callable[[], object] | None = None,
+) -> None:
+    """Call `act` with each item, several at once; the first exception ends it.
 
-    Calls that are in flight at that moment may still complete.
+    It is raised when all calls that were in flight have ended; `stop` asks them to. After an
+    interrupt they get a moment to do so. `while_waiting` is also called after each call.
     """
-    for _ in in_flight(act, names):
-        pass
+    errors: list[BaseException] = []
+    running: set[int] = set()
+
+    def attempt(item: Item) -> None:
+        if errors:
+            return
+        running.add(threading.get_ident())
+        try:
+            act(item)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+            stop()
+        finally:
+            running.discard(threading.get_ident())
+
+    try:
+        for _ in in_flight(attempt, items, width=max(1, width), while_waiting=while_waiting):
+            if while_waiting is not None:
+                while_waiting()
+    except BaseException as error:
+        errors.append(error)
+        raise
+    finally:
+        stop()
+        until_s = time.monotonic() + _TIDY_S
+        while running and time.monotonic() < until_s:
+            time.sleep(_NOTICE_EVERY_S / 10)
+    if errors:
+        raise errors[0]
 
 
 def run_aside(request: Callable[[], T]) -> T:
@@ -164,8 +199,6 @@ def _work(work: SimpleQueue[_Request[Item, T] | None], ask: Callable[[Item], T])
 
 
 def _drop(work: SimpleQueue[_Request[Item, T] | None]) -> None:
-    from queue import Empty
-
     with suppress(Empty):
         while True:
             work.get_nowait()

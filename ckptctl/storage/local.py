@@ -42,6 +42,7 @@ from ckptctl.storage.files import (
     scan,
     write_in_place,
 )
+from ckptctl.storage.in_flight import WIDTH, read_in_flight
 from ckptctl.storage.shared_places import HeldFolder
 from ckptctl.storage.waiting import Retries, Transient, beat, busy, retried
 
@@ -107,8 +108,6 @@ class LocalStore(Closing):
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """See `Store.read_spans`: concurrent on a network file system, sequential on a disk."""
         if self.kind is StoreKind.NETWORK:
-            from ckptctl.storage.in_flight import WIDTH, read_in_flight
-
             return read_in_flight(self._span, spans, width=WIDTH)
         return self._spans_in_turn(spans)
 

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from ckptctl.errors import MissingExtra, UsageError
@@ -20,12 +21,13 @@ from ckptctl.formatting import path_word
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.redaction import HIDDEN, clean_addresses, hide_address
 from ckptctl.storage.contract import Store, Wrapped
+from ckptctl.storage.local import LocalStore
+from ckptctl.storage.objects import Client, ObjectStore
+from ckptctl.storage.s3 import checked_settings
 from ckptctl.storage.waiting import Retries
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ckptctl.storage.objects import Client
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _ONE_SLASH = re.compile(r"(file|s3a?|gc?s|az|abfss?|https?|memory):(?!//)", re.IGNORECASE)
@@ -58,8 +60,6 @@ def open_store(
 def _opened(url: str, storage: StorageOptions) -> Store:
     if not is_local(url):
         return _remote(url, storage)
-    from ckptctl.storage.local import LocalStore
-
     start, path = _split(url)
     root = os.path.expanduser(path) or "/"
     return LocalStore(root, url=path_word(start + root), follow=tuple(storage.follow_links))
@@ -72,8 +72,6 @@ def _remote(url: str, storage: StorageOptions) -> Store:
     installed: the two find credentials in different places, and installing a package must
     not change which credentials are used.
     """
-    from ckptctl.storage.objects import ObjectStore
-
     retries = _retries(storage)
     options = dict(storage.storage_options or {})
     options.pop("retry_for_s", None)
@@ -93,8 +91,6 @@ def _remote(url: str, storage: StorageOptions) -> Store:
 def _s3_client(
     url: str, path: str, chosen: object, options: Mapping[str, object], timeout_s: float
 ) -> Client:
-    from importlib.util import find_spec
-
     bucket, _, prefix = path.partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise UsageError(
@@ -109,8 +105,6 @@ def _s3_client(
             f"{url}: opening s3:// needs the package {chosen}, which is an extra",
             next_command=f"pip install 'ckptctl[{_S3_CLIENTS[str(chosen)]}]'",
         )
-    from ckptctl.storage.s3 import checked_settings
-
     options = checked_settings(options)
     if chosen == "obstore":
         from ckptctl.storage.obstore_client import ObstoreClient
@@ -122,8 +116,6 @@ def _s3_client(
 
 
 def _fsspec_client(protocol: str, url: str, options: Mapping[str, object]) -> Client:
-    from importlib.util import find_spec
-
     if find_spec("fsspec") is None:
         raise MissingExtra(
             f"{url}: opening {protocol}:// needs fsspec", next_command="pip install fsspec"

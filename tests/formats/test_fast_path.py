@@ -18,8 +18,7 @@ from torch_metadata import Layout, Shard, dumped
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.dcp.fast_path import fast_path_shapes
 from ckptctl.formats.dcp.metadata import GRAMMAR, SMALL, decode_metadata, shapes_that_pay
-from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
-from ckptctl.formats.pickles.reading import read_pickle
+from ckptctl.formats.pickles.reading import Machine, Shape, Shapes, read_pickle
 from ckptctl.model import Metadata
 
 pytestmark = pytest.mark.torch

@@ -39,7 +39,7 @@ from made_pickles import (
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.dcp.fast_path import fast_path_shapes
 from ckptctl.formats.dcp.metadata import decode_metadata, shapes_that_pay
-from ckptctl.formats.pickles.machine import Shapes
+from ckptctl.formats.pickles.reading import Shapes
 from ckptctl.model import ByteRange, Metadata
 
 

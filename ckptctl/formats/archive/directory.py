@@ -23,6 +23,8 @@ from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple, Protocol
 
+from zlib_ng.zlib_ng import crc32
+
 from ckptctl.errors import RecordUnreadable
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -223,8 +225,6 @@ def check_texts(directory: RecordDirectory, view: Readable) -> None:
 
 def wrong_crcs(directory: RecordDirectory, view: Readable) -> tuple[str, ...]:
     """The members that were read whole and do not match their CRC-32."""
-    from zlib_ng.zlib_ng import crc32
-
     if not directory.has_crcs:
         return ()
     return tuple(

@@ -68,7 +68,7 @@ from ckptctl.formats.dcp.metadata import (
     packed,
     unpacked,
 )
-from ckptctl.formats.pickles.machine import Machine
+from ckptctl.formats.pickles.reading import Machine
 from ckptctl.formats.pickles.stubs import (
     MAX_DIMS,
     SIZE,

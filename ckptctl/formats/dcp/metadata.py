@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, cast
 
 from ckptctl.errors import MetadataUnreadable
 from ckptctl.formats.digests import sha256_of
-from ckptctl.formats.pickles.machine import Machine, Shape, Shapes
-from ckptctl.formats.pickles.reading import collector_paused, read_pickle
+from ckptctl.formats.pickles.reading import Machine, Shape, Shapes, collector_paused, read_pickle
 from ckptctl.formats.pickles.stubs import (
     COMMON,
     Dtype,
