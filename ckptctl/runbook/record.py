@@ -25,13 +25,11 @@ from ckptctl.errors import (
     CkptctlError,
     OwnFileUnreadable,
     PathNotFound,
-    UsageError,
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.files import line_bytes, time_now
 from ckptctl.formats.own.run_events import (
     MAX_EVENT_BYTES,
-    EndedEvent,
     Event,
     FinishedEvent,
     OpenedEvent,
@@ -47,9 +45,6 @@ AnyEvent = TypeVar("AnyEvent", bound=Event)
 RUNS_FOLDER = f"{OWN_FOLDER}/runbooks"
 MAX_RECORD_BYTES = 64 << 20
 MAX_EVENTS = 10_000
-_KEPT_BYTES = 2 * MAX_EVENT_BYTES
-_KEPT_EVENTS = 1_000
-"""The room in both for the ends of blocks that have begun: more than one call adds."""
 
 _RUN_NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
 _STAMP = "%Y%m%dT%H%M%SZ"
@@ -66,20 +61,13 @@ class RunUnreadable(CkptctlError, code="runbook.unreadable", exit_code=21):
     """A file of a run was not written by ckptctl."""
 
 
-class RunFull(UsageError, code="runbook.full"):
-    """The record of a run has no space for a further block."""
-
-
 class RunRecord:
     """One run: its events, and the number of the next one."""
 
-    def __init__(
-        self, store: Store, folder: str, events: Sequence[Event] = (), n_bytes: int = 0
-    ) -> None:
+    def __init__(self, store: Store, folder: str, events: Sequence[Event] = ()) -> None:
         self.store = store
         self.folder = folder
         self.events = list(events)
-        self._n_bytes = n_bytes
         # An object store takes equal bytes for a repeated request, whoever sent them.
         self._writer = os.urandom(8).hex()
 
@@ -94,21 +82,9 @@ class RunRecord:
         return join_url(self.store.url, self.folder)
 
     def add(self, event: AnyEvent) -> AnyEvent:
-        """Write one event; raises `TakenOver` if another process wrote that event.
-
-        Raises `RunFull` where there is no room; the end of a block always fits.
-        """
+        """Write one event; raises `TakenOver` if another process wrote that event."""
         made = replace(event, at=time_now(), writer=self._writer)
         number, data = len(self.events) + 1, line_bytes(without_secrets(made))
-        is_full = (
-            self._n_bytes + len(data) > MAX_RECORD_BYTES - _KEPT_BYTES
-            or number > MAX_EVENTS - _KEPT_EVENTS
-        )
-        if is_full and not isinstance(made, EndedEvent | FinishedEvent):
-            raise RunFull(
-                f"the record of the run {self.name} is full: {number - 1:,} events, "
-                f"{self._n_bytes >> 20} MiB; --new starts a new run"
-            )
         try:
             NumberedFiles(self.store, self.folder, _DIGITS).add(number, data)
         except AlreadyExists as error:
@@ -117,7 +93,6 @@ class RunRecord:
                 "so that nothing is done twice"
             ) from error
         self.events.append(made)
-        self._n_bytes += len(data)
         return made
 
     @property
@@ -213,7 +188,7 @@ def _loaded(store: Store, folder: str) -> RunRecord:
             events.append(read_event(data, first=number == 1))
         except OwnFileUnreadable as error:
             _refuse(store, path, error.message[:120], error)
-    return RunRecord(store, folder, events, n_bytes)
+    return RunRecord(store, folder, events)
 
 
 def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -> NoReturn:

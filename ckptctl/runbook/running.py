@@ -29,7 +29,7 @@ from ckptctl.runbook.engine import (
 )
 from ckptctl.runbook.executing import dropped_variables
 from ckptctl.runbook.position import is_argument, position_of
-from ckptctl.runbook.record import RunFull, RunRecord, Unwritten, begun, newest
+from ckptctl.runbook.record import RunRecord, Unwritten, begun, newest
 from ckptctl.runbook.transcript import TRANSCRIPT, transcript
 from ckptctl.selection.empty_roots import check_empty, is_step_itself
 from ckptctl.selection.history import has_sentinel
@@ -84,7 +84,7 @@ def run_runbook(
 
     `inputs` are values by name. Raises `UsageError` for inputs that the page does not
     declare, `PathNotFound` if the root does not exist, `AccessDenied` if no record can be
-    written, `RunFull`, `RunUnreadable`, `TakenOver`, `NoTerminal`, and storage errors.
+    written, `RunUnreadable`, `TakenOver`, `NoTerminal`, and storage errors.
     """
     given = _checked_inputs(book, inputs)
     # A block would take the last line of a path for all of it.
@@ -120,9 +120,6 @@ def run_runbook(
                 "none",
                 next_command=f"{again} --dry-run",
             ) from error
-        except RunFull as error:
-            error.next_command = f"{_called(book, root, given, talk)} --new"
-            raise
         again = _next(book, root, given, talk, how, left)
         return _ran(book, record, left, again, n_found=n_found)
 

@@ -21,13 +21,11 @@ from page_checks import problems
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.own.run_events import BeganEvent
-from ckptctl.runbook import record as record_module
 from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State
 from ckptctl.runbook.engine import who
 from ckptctl.runbook.executing import Ended, as_typed, execute
 from ckptctl.runbook.reading import parse
 from ckptctl.runbook.record import (
-    RunFull,
     RunRecord,
     TakenOver,
     newest,
@@ -538,26 +536,6 @@ def test_an_output_that_is_gone_is_no_missing_bash():
 
     with pytest.raises(BrokenPipeError):
         execute("echo a", {}, {}, gone)
-
-
-@pytest.mark.parametrize("limit", ["MAX_RECORD_BYTES", "MAX_EVENTS"])
-def test_a_record_that_is_full_is_refused_before_it_cannot_be_read(tmp_path, monkeypatch, limit):
-    kept = {"MAX_RECORD_BYTES": record_module._KEPT_BYTES, "MAX_EVENTS": record_module._KEPT_EVENTS}
-    monkeypatch.setattr(record_module, limit, kept[limit] + {"MAX_EVENTS": 9}.get(limit, 4000))
-    ran = go(tmp_path, Person(), CODE="20")
-
-    def continued() -> None:
-        for _ in range(9):
-            go(tmp_path, Person(), how="continue", CODE="20")
-
-    with pytest.raises(RunFull, match=f"the run {ran.run} is full: ") as refused:
-        continued()
-    assert (refused.value.next_command or "").endswith(" --set CODE=20 --new")
-    with open_store(str(tmp_path)) as store:
-        record = newest(store, "rb-1")
-    assert record is not None
-    assert record.name == ran.run
-    assert go(tmp_path, Person(), how="new", CODE="20").run > ran.run
 
 
 def test_a_run_that_goes_in_circles_is_ended(tmp_path):
