@@ -11,8 +11,8 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, section
 from ckptctl.errors import OptionError
 from ckptctl.failures.classifying import DEADLINE_S
+from ckptctl.failures.rank_dumps import described, ranges_of
 from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect
-from ckptctl.failures.stalled_collectives import described, ranges_of
 from ckptctl.formatting import counted
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.symbols import Style

@@ -81,7 +81,7 @@ def _values(name: str, parameter: Any, word: str) -> Iterator[tuple[str, str]]:
 
         yield from ((page.name, page.title) for page in all_pages())
     elif parameter.metavar == "NAME" and name == "runbook":
-        from ckptctl.runbook.reading import find_runbook, runbook_names
+        from ckptctl.runbook.document import find_runbook, runbook_names
 
         yield from ((book, find_runbook(book).title) for book in runbook_names())
     elif "@" in word:

@@ -38,13 +38,14 @@ from ckptctl.runbook.document import (
     Runbook,
     State,
     Value,
+    find_runbook,
+    runbook_names,
     shown,
     used_names,
 )
 from ckptctl.runbook.engine import EXIT_OVERRIDDEN, NoTerminal
 from ckptctl.runbook.executing import Ended
-from ckptctl.runbook.position import is_argument
-from ckptctl.runbook.reading import find_runbook, runbook_names
+from ckptctl.runbook.record import is_argument
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import TRANSCRIPT, write_transcript
 from ckptctl.storage.opening import local_path

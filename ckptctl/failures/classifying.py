@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import UsageError
 from ckptctl.failures.matching import LogReader
-from ckptctl.failures.rank_dumps import compared
+from ckptctl.failures.rank_dumps import Stall, compare_dumps, compared, evidence_of, ranks_listed
 from ckptctl.failures.reading import Read, read_logs
 from ckptctl.failures.results import (
     CLASSES,
@@ -37,7 +37,6 @@ from ckptctl.failures.results import (
     Suspect,
 )
 from ckptctl.failures.rules import FOLLOWING
-from ckptctl.failures.stalled_collectives import Stall, compare_dumps, evidence_of, ranks_listed
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import MOST, clamped, whole
 from ckptctl.unexpected import Unknown, guarded

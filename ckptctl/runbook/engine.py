@@ -1,6 +1,6 @@
 """Run a runbook: a state machine that follows the tables of the page.
 
-`position` computes where a run is from its recorded events, so that an interrupted run
+`Position` is where a run is, computed from its recorded events, so that an interrupted run
 continues where it stopped. `executing` runs commands; the caller's `Talk` informs and asks
 the operator.
 
@@ -39,8 +39,7 @@ from ckptctl.runbook.document import (
     used_names,
 )
 from ckptctl.runbook.executing import Ended, as_typed, execute
-from ckptctl.runbook.position import Position, position_of
-from ckptctl.runbook.record import RunRecord
+from ckptctl.runbook.record import Position, RunRecord, position_of
 from ckptctl.selection.marking import user_name
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.same_root import SeenRoots

@@ -6,17 +6,17 @@ only if it does not exist: of two processes that continue the same run, one fail
 next event and stops.
 
 Whoever can write to the root can write such a file. An existing record is therefore
-untrusted: it is bounded, and `formats.own.run_events` checks each event. `engine` decides what
-its values may be used for.
+untrusted: it is bounded, and `formats.own.run_events` checks each event. Only values of inputs
+that the page declares, and of names that its blocks set, are used.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import NoReturn, TypeVar
 
@@ -25,17 +25,26 @@ from ckptctl.errors import (
     CkptctlError,
     OwnFileUnreadable,
     PathNotFound,
+    UsageError,
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.files import line_bytes, time_now
 from ckptctl.formats.own.run_events import (
     MAX_EVENT_BYTES,
+    MAX_TEXT,
+    BackEvent,
+    BeganEvent,
+    DecidedEvent,
+    EndedEvent,
     Event,
     FinishedEvent,
     OpenedEvent,
+    ResumedEvent,
+    is_complete,
     read_event,
     without_secrets,
 )
+from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Runbook, Value, shown, used_names
 from ckptctl.storage.contract import Store, TooLarge
 from ckptctl.storage.numbered_files import NumberedFiles
 from ckptctl.storage.opening import join_url
@@ -195,3 +204,244 @@ def _refuse(store: Store, path: str, why: str, cause: Exception | None = None) -
     raise RunUnreadable(
         f"{join_url(store.url, path)} is not the record of a runbook: {why}; --new starts a new run"
     ) from cause
+
+
+class _OffThePage(Exception):
+    """An event that the page does not allow at this position."""
+
+
+@dataclass(slots=True)
+class Position:
+    """The position of a run: the next block, and the current values.
+
+    `found` are the names whose values come from recorded events and were neither given nor
+    determined again since. `begun` are the blocks that started and whose end is unknown.
+    `after_change` is the position after the last block that may change something, with
+    `times` as it was there: an existing record is relied on up to that position. `repeats`
+    is the state and name of the first block whose recorded end is never relied on.
+    `given_by` names who gave each input. `overridden` is what a person accepted against what a
+    check found, by block.
+    `since_change` are the blocks that ended after `after_change`, with their states, and
+    `changed` the inputs to which a call that continues the run gave other values.
+    """
+
+    book: Runbook
+    state: str
+    index: int = 0
+    variables: dict[str, Value] = field(default_factory=dict)
+    found: set[str] = field(default_factory=set)
+    times: dict[str, int] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
+    over: int | None = None
+    because: str = ""
+    after_change: tuple[str, int, dict[str, int]] = ("", 0, {})
+    leads: str = ""
+    repeats: tuple[str, str] | None = None
+    given_by: dict[str, str] = field(default_factory=dict)
+    overridden: dict[str, str] = field(default_factory=dict)
+    since_change: list[tuple[str, Block]] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
+
+    @property
+    def block(self) -> Block:
+        """The next block; that at which a run stopped."""
+        return self.book.state(self.state).blocks[self.index]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The inputs that the block needs and that have no value."""
+        return tuple(name for name in self.block.needs if not self.variables.get(name))
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a person decides or agrees to the block, and nobody else can."""
+        return self.block.attended or self.block.decides is not None
+
+    def step(self, *, attended: bool) -> str | None:
+        """The chosen step; None if it comes from a record and cannot be confirmed."""
+        step = self.variables.get("STEP")
+        is_found = "STEP" in self.found and not attended
+        return step if isinstance(step, str) and step and not is_found else None
+
+    def names(self, record_url: str) -> dict[str, Value]:
+        """The values of the page's names; empty if none was given.
+
+        A variable of the same name in the operator's environment is ignored.
+        """
+        names: dict[str, Value] = dict.fromkeys(self.book.variables, "")
+        names |= dict.fromkeys(self.book.lists, ())
+        return {**names, **self.variables, "BECAUSE": self.because, "RECORD": record_url}
+
+    def used(self, record_url: str) -> dict[str, Value]:
+        """The values of the names that the block uses, directly or through other values."""
+        names = self.names(record_url)
+        used: dict[str, Value] = {}
+        left = [*used_names(self.block.code), *self.block.needs]
+        while left:
+            name = left.pop(0)
+            if name in names and name not in used:
+                used[name] = names[name]
+                left += used_names(shown(names[name]))
+        return used
+
+    def apply(self, event: Event, *, found: bool, attended: bool = True) -> None:
+        """Move to the position after an event; `found` means that it existed before this call."""
+        match event:
+            case OpenedEvent() | ResumedEvent():
+                if isinstance(event, OpenedEvent) and event.title != self.book.title:
+                    raise _OffThePage("it has another title")
+                if isinstance(event, ResumedEvent) and not found:
+                    self.changed = {
+                        name
+                        for name, value in event.inputs.items()
+                        if name != "ROOT" and shown(value) != shown(self.variables.get(name, ""))
+                    }
+                if self.over is not None and self.block.decides is not None:
+                    # The run stopped at this decision, so it is made again.
+                    self.variables.pop(self.block.decides, None)
+                self._take_inputs(event.inputs, event.by, found=found)
+                self.over = None
+            case BackEvent():
+                self._take_back(event)
+            case DecidedEvent():
+                self._take_inputs(event.inputs, event.by, found=found)
+            case BeganEvent():
+                self._check_place(event)
+                self.begun.add(event.block)
+            case EndedEvent():
+                block, state = self.block, self.state
+                self._take_end(event, found=found)
+                if found and block.repeats:
+                    self.repeats = self.repeats or (state, block.name)
+                elif block.changes and (attended or not (found and block.attended)):
+                    self.after_change = (self.state, self.index, dict(self.times))
+                    self.since_change = []
+                    return
+                self.since_change.append((state, block))
+            case FinishedEvent():
+                self.over, self.because = event.exit_code, event.because
+
+    def _take_inputs(
+        self, given: Mapping[str, str | Sequence[str]], by: str, *, found: bool
+    ) -> None:
+        """Take the inputs that the page declares, and no others."""
+        for each in self.book.inputs:
+            value = given.get(each.name)
+            if value is None or (found and not is_complete(value)):
+                continue
+            if isinstance(value, str) is each.is_list:
+                raise _OffThePage(f"the input {each.name} is {'no' if each.is_list else 'a'} list")
+            items = (value,) if isinstance(value, str) else tuple(value)
+            if found and each.name not in self.book.commands and not all(map(is_argument, items)):
+                raise _OffThePage(f"the input {each.name} is not a valid argument")
+            if found and any(item and each.mistake(item) for item in items):
+                raise _OffThePage(f"the input {each.name} is no {each.type}")
+            self.variables[each.name] = items if each.is_list else items[0]
+            self.given_by[each.name] = by
+            self.found.discard(each.name)
+            # A default always comes from the page, never from the record.
+            if found and value != each.default:
+                self.found.add(each.name)
+
+    def _take_end(self, event: EndedEvent, *, found: bool) -> None:
+        self._check_place(event)
+        block, then = self.block, event.then
+        if (then, event.because) not in {(row.then, row.because) for row in block.outcomes}:
+            raise _OffThePage(f"the block {event.block!r} cannot end with {then!r} here")
+        self.begun.discard(block.name)
+        ran = event.exit_code is not None
+        self.times[block.name] = self.times.get(block.name, 0) + ran
+        self.because = event.because
+        if block.overrides and event.exit_code == 0 and block.decides is not None:
+            value, by = self.variables.get(block.decides, ""), self.given_by.get(block.decides, "")
+            self.overridden[block.name] = f"{event.because} ({by}: {shown(value)})"
+        if block.sets is not None and event.exit_code == 0:
+            printed = (
+                () if event.printed is None or isinstance(event.printed, str) else event.printed
+            )
+            lines = tuple(filter(is_argument, printed))
+            last = lines[-1] if lines else ""
+            is_list = block.sets in self.book.lists
+            self.variables[block.sets] = tuple(dict.fromkeys(lines)) if is_list else last
+            (self.found.add if found else self.found.discard)(block.sets)
+        self._go(then)
+
+    def _check_place(self, event: BeganEvent | EndedEvent) -> None:
+        if (event.state, event.block) != (self.state, self.block.name):
+            raise _OffThePage(f"the block {event.block!r} of {event.state} is not the next one")
+
+    def _take_back(self, event: BackEvent) -> None:
+        """Return to a state and a block in it; all that follows is repeated."""
+        self._go(event.state)
+        blocks = [block.name for block in self.book.state(self.state).blocks]
+        if event.block is not None:
+            if event.block not in blocks:
+                raise _OffThePage(f"the state {self.state} has no block {event.block!r}")
+            self.index = blocks.index(event.block)
+            self.times = dict(self.after_change[2])
+
+    def _go(self, then: str) -> None:
+        if then == NEXT:
+            self.index += 1
+        elif then not in (DONE, STOP):
+            self.book.state(then)
+            self.state, self.index = then, 0
+
+    def drop_foreign_addresses(self) -> None:
+        """Forget the addresses that recorded blocks set, except below a root given in this call."""
+        given = [value for name, value in self.variables.items() if name not in self.found]
+        items = [
+            item for value in given for item in ((value,) if isinstance(value, str) else value)
+        ]
+        roots = [_absolute(item) + "/" for item in items if item]
+        for name in self.found:
+            value = self.variables[name]
+            if self.book.input(name) is None and isinstance(value, str) and "/" in value:
+                address = _absolute(value)
+                is_below = any(address.startswith(root) for root in roots)
+                if not is_below or ".." in address.split("/"):
+                    self.variables[name] = ""
+
+
+def position_of(
+    book: Runbook, events: Sequence[Event], n_found: int, *, attended: bool = True
+) -> Position:
+    """The position of a run with these events; a stopped run is at the block where it stopped.
+
+    The first `n_found` events existed before this call; `attended` means that a person
+    confirmed continuing them. Raises `RunUnreadable` for events that do not match the
+    page.
+    """
+    defaults = {each.name: each.default for each in book.inputs if each.default is not None}
+    start = book.states[0].name
+    position = Position(book, start, variables=dict(defaults), after_change=(start, 0, {}))
+    for number, event in enumerate(events):
+        try:
+            position.apply(event, found=number < n_found, attended=attended)
+        except (_OffThePage, UsageError) as error:
+            raise RunUnreadable(
+                f"event {number + 1} of the run does not match the page of {book.name}: {error}; "
+                "--new starts a new run"
+            ) from error
+    position.drop_foreign_addresses()
+    return position
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def is_argument(value: str) -> bool:
+    """Whether a text is a valid argument: no option, no control characters, of bounded length.
+
+    Bytes of a file name that are not UTF-8 are allowed, as Python represents them in a
+    `str`.
+    """
+    try:
+        text = os.fsencode(value).decode("utf-8", "ignore")
+    except UnicodeEncodeError:
+        return False
+    return not (_CONTROL.search(text) or value.startswith("-") or len(value) > MAX_TEXT)
+
+
+def _absolute(address: str) -> str:
+    return address.rstrip("/") if "://" in address else os.path.abspath(address)

@@ -28,8 +28,7 @@ from ckptctl.runbook.engine import (
     who,
 )
 from ckptctl.runbook.executing import dropped_variables
-from ckptctl.runbook.position import is_argument, position_of
-from ckptctl.runbook.record import RunRecord, Unwritten, begun, newest
+from ckptctl.runbook.record import RunRecord, Unwritten, begun, is_argument, newest, position_of
 from ckptctl.runbook.transcript import TRANSCRIPT, transcript
 from ckptctl.selection.empty_roots import check_empty, is_step_itself
 from ckptctl.selection.history import has_sentinel

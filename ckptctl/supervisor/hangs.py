@@ -25,8 +25,13 @@ from typing import NamedTuple, TypeVar
 
 from ckptctl.distributed.process_table import Process, state_of
 from ckptctl.errors import StorageError
-from ckptctl.failures.rank_dumps import Dump, innermost_of_program, waits_for_others
-from ckptctl.failures.stalled_collectives import compare_dumps, ranks_listed
+from ckptctl.failures.rank_dumps import (
+    Dump,
+    compare_dumps,
+    innermost_of_program,
+    ranks_listed,
+    waits_for_others,
+)
 from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import counted, duration, some_of
 from ckptctl.storage.shared_places import HeldFolder, new_private_folder, open_folder
@@ -42,8 +47,8 @@ from ckptctl.supervisor.evidence import (
     kept_in,
 )
 from ckptctl.supervisor.heartbeats import Folder, beats_of_launched, process_of
-from ckptctl.supervisor.limits import Limit, SectionLimits
 from ckptctl.supervisor.node_evidence import NodeDocument
+from ckptctl.supervisor.options import Limit, SectionLimits
 from ckptctl.supervisor.processes import MARKER
 from ckptctl.unexpected import Unknown, guarded
 

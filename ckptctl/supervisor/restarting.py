@@ -54,10 +54,9 @@ from ckptctl.supervisor.holding import (
     stored_state,
     take_over,
 )
-from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.node_evidence import over_slurm
 from ckptctl.supervisor.nodes import AttemptPlan, Nodes
-from ckptctl.supervisor.options import RunKeywords, RunOptions
+from ckptctl.supervisor.options import RunKeywords, RunOptions, SectionLimits
 from ckptctl.supervisor.policy import (
     GIVEN_UP,
     NO_ANSWER,

@@ -20,11 +20,10 @@ from hostile_and_odd import mutated
 from oracle import Outcome
 
 from ckptctl.errors import CkptctlError
-from ckptctl.runbook.document import Block, Input, Runbook, State, Value
+from ckptctl.runbook.document import Block, Input, Runbook, State, Value, parse
 from ckptctl.runbook.document import Outcome as Row
 from ckptctl.runbook.engine import NoTerminal
 from ckptctl.runbook.executing import Ended
-from ckptctl.runbook.reading import parse
 from ckptctl.runbook.running import run_runbook
 
 N_RECORDS = 400

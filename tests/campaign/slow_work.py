@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 for place in (REPOSITORY, REPOSITORY / "tests"):
     sys.path.insert(0, str(place))
 
-from ckptctl.supervisor import limits  # noqa: E402
+from ckptctl.supervisor import options  # noqa: E402
 
 JOB_S = 240.0
 """How long one job trains."""
@@ -53,9 +53,9 @@ def train(root: str, seed: int, speed: float, seconds: float) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["CKPTCTL_RESTART_COUNT"])
 
-    def longer_than(section: limits.Section) -> float:
+    def longer_than(section: options.Section) -> float:
         """Seconds that pass the least limit of a section, and at times the first one."""
-        built_in = limits._BUILT_IN[section]
+        built_in = options._BUILT_IN[section]
         return draw.uniform(built_in.least_s, 1.5 * min(built_in.first_s, 900)) / speed
 
     def work(seconds: float) -> None:
@@ -145,11 +145,11 @@ def supervise(speed: float, arguments: list[str]) -> None:
     """Be `ckptctl run` with limits that are divided by `speed`."""
     from ckptctl.cli.main import main as run
 
-    limits._BUILT_IN = {
-        section: limits._BuiltIn(each.first_s / speed, each.least_s / speed, each.enough)
-        for section, each in limits._BUILT_IN.items()
+    options._BUILT_IN = {
+        section: options._BuiltIn(each.first_s / speed, each.least_s / speed, each.enough)
+        for section, each in options._BUILT_IN.items()
     }
-    limits.LONGEST_S /= speed
+    options.LONGEST_S /= speed
     sys.argv = ["ckptctl", *arguments]
     sys.exit(run())
 

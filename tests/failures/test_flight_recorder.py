@@ -15,8 +15,7 @@ from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
 from ckptctl.errors import BinaryData, PathNotFound
-from ckptctl.failures.rank_dumps import Dump, NotADump, may_be_dump, read_dump
-from ckptctl.failures.stalled_collectives import Stall, compare_dumps
+from ckptctl.failures.rank_dumps import Dump, NotADump, Stall, compare_dumps, may_be_dump, read_dump
 
 JOB = Path(__file__).parents[1] / "jobs" / "flight_recorder_job.py"
 CASES = ("absent", "shape", "operation", "grid")

@@ -27,8 +27,7 @@ from ckptctl.diagnostics.slurm_checks import check_script
 from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.classifying import classify, host_names
-from ckptctl.failures.rank_dumps import NotADump, read_dump
-from ckptctl.failures.stalled_collectives import compare_dumps, evidence_of
+from ckptctl.failures.rank_dumps import NotADump, compare_dumps, evidence_of, read_dump
 from ckptctl.formats.own.files import as_stored
 from ckptctl.formats.own.heartbeats import heartbeat_bytes, read_heartbeat
 from ckptctl.formats.own.supervision import STATE_SCHEMA, read_state

@@ -10,8 +10,17 @@ import re
 from collections.abc import Iterator
 
 from ckptctl.errors import UsageError
-from ckptctl.runbook.document import DONE, NEXT, STOP, TYPES, Block, Runbook, State, used_names
-from ckptctl.runbook.reading import find_runbook
+from ckptctl.runbook.document import (
+    DONE,
+    NEXT,
+    STOP,
+    TYPES,
+    Block,
+    Runbook,
+    State,
+    find_runbook,
+    used_names,
+)
 
 SECTIONS = ("Trigger", "Severity", "Inputs", "Flow", "Procedure", "Rollback", "References")
 """The required sections, in this order; others may stand between them."""

@@ -18,8 +18,8 @@ from next_commands import run_and_follow as run_ckptctl
 from rb_7_inputs import RB_7, settings
 from resumed_logs import rows
 
+from ckptctl.runbook.document import find_runbook, runbook_names
 from ckptctl.runbook.executing import execute
-from ckptctl.runbook.reading import find_runbook, runbook_names
 
 SENTENCES = (
     ("classify the failure first: infrastructure or job", "Classify: classify", "classify"),

@@ -21,10 +21,9 @@ from page_checks import problems
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.own.run_events import BeganEvent
-from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State
+from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, parse
 from ckptctl.runbook.engine import who
 from ckptctl.runbook.executing import Ended, as_typed, execute
-from ckptctl.runbook.reading import parse
 from ckptctl.runbook.record import (
     RunRecord,
     TakenOver,

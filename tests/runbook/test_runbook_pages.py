@@ -6,8 +6,7 @@ import pytest
 from page_checks import problems, unquoted
 
 from ckptctl.errors import UsageError
-from ckptctl.runbook.document import Runbook
-from ckptctl.runbook.reading import find_runbook, parse, runbook_names
+from ckptctl.runbook.document import Runbook, find_runbook, parse, runbook_names
 
 RB_7 = find_runbook("rb-7").text
 

@@ -15,7 +15,7 @@ from damage import flip
 from next_commands import run_and_follow as run_ckptctl
 from rb_7_inputs import RB_7, settings
 
-from ckptctl.runbook.reading import find_runbook
+from ckptctl.runbook.document import find_runbook
 from ckptctl.runbook.running import _digest
 
 STORAGE = "storage-corruption"

@@ -90,7 +90,7 @@ def run(checkpoints: Path) -> Path:
 def test_a_runbook_with_an_open_question_ends_with_75_and_creates_nothing(tmp_path, run, place):
     code = """
     from runbook.test_runbook_engine import Person
-    from ckptctl.runbook.reading import find_runbook
+    from ckptctl.runbook.document import find_runbook
     from ckptctl.runbook.running import run_runbook
 
     class Slow(Person):

@@ -30,7 +30,7 @@ from ckptctl.supervisor import evidence
 from ckptctl.supervisor.child import Hang, JobLog
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
-from ckptctl.supervisor.limits import FACTOR, LONGEST_S, SectionLimits, SectionTimes
+from ckptctl.supervisor.options import FACTOR, LONGEST_S, SectionLimits, SectionTimes
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
 BUSY = """

@@ -25,8 +25,8 @@ from ckptctl.formats.own.heartbeats import FOLDER_VARIABLE, SECTIONS
 from ckptctl.supervisor import evidence
 from ckptctl.supervisor.child import Hang, Running
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
-from ckptctl.supervisor.limits import SectionLimits
 from ckptctl.supervisor.node_evidence import collect_elsewhere
+from ckptctl.supervisor.options import SectionLimits
 from ckptctl.supervisor.processes import MARKER, end_processes, marked
 
 PROGRAM = Path(__file__).with_name("node_of_ranks.py")

@@ -34,7 +34,7 @@ from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.heartbeats import Folder
 from ckptctl.supervisor.holding import LocalCopy, new_state
-from ckptctl.supervisor.limits import SectionLimits
+from ckptctl.supervisor.options import SectionLimits
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
 
