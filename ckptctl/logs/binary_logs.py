@@ -140,36 +140,47 @@ def is_event_file(head: bytes) -> bool:
     return masked_crc32c(head[:8]) == int(crc)
 
 
-class EventFile(RecordFile):
-    """One event file.
+class _FramedFile(RecordFile):
+    """A file of framed messages.
 
     Reading stops at the first record with a wrong CRC, since the start of the next record
     is then unknown; `damage` is set.
     """
 
-    format = "tensorboard"
-
-    def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
-        self._rows = RecordRows(keys)
+    def __init__(
+        self, name: str, keys: Mapping[str, str] | None = None, *, trimmed: bool = False
+    ) -> None:
+        self._rows = RecordRows(keys, trimmed=trimmed)
         super().__init__(name, self._rows)
         self._buffer = bytearray()
-        self._skip = 0
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
         self._buffer += data
-        while self.damage is None:
-            event = self._next()
-            if event is None:
-                return
-            if event:
-                try:
-                    yield from self._event(event)
-                except NotAMessage as error:
-                    self.damage = f"record {self._n_records:,} is not an event: {error}"
+        while self.damage is None and (message := self._next()) is not None:
+            try:
+                yield from self._read(message) if message else ()
+            except NotAMessage as error:
+                self.damage = f"record {self._n_records:,} cannot be read: {error}"
 
     def _next(self) -> bytes | None:
-        """The next event; empty where it is too large for a scalar, None without enough bytes."""
+        """The next message; empty where it holds no rows, None without enough bytes."""
+        raise NotImplementedError
+
+    def _read(self, message: bytes) -> Iterator[Row | Marker]:
+        raise NotImplementedError
+
+
+class EventFile(_FramedFile):
+    """One event file."""
+
+    format = "tensorboard"
+
+    def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
+        super().__init__(name, keys)
+        self._skip = 0
+
+    def _next(self) -> bytes | None:
         if self._skip:
             n_bytes = min(self._skip, len(self._buffer))
             del self._buffer[:n_bytes]
@@ -202,7 +213,7 @@ class EventFile(RecordFile):
             return None
         return event
 
-    def _event(self, event: bytes) -> Iterator[Row | Marker]:
+    def _read(self, event: bytes) -> Iterator[Row | Marker]:
         at, step, pairs, session = 0.0, 0, [], False
         for field in fields(event):
             match field:
@@ -274,65 +285,44 @@ _STEPS_OF_RUN = ("train/global_step", "trainer/global_step")
 _HISTORY = 2  # field of Record
 
 
-class WandbFile(RecordFile):
+class WandbFile(_FramedFile):
     """The file of one run."""
 
     format = "wandb"
 
     def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
-        self._rows = RecordRows(keys, trimmed=True)
-        super().__init__(name, self._rows)
-        self._buffer = bytearray()
+        super().__init__(name, keys, trimmed=True)
         self._offset = 0
         self._record = bytearray()
-        self._whole: bytes | None = None
         self._has_steps_of_run = False
 
-    def feed(self, data: bytes) -> Iterator[Row | Marker]:
-        """The rows and markers that these bytes complete."""
-        self._buffer += data
-        if self._offset == 0:
-            if len(self._buffer) < _FILE_HEADER:
-                return
-            self._take(_FILE_HEADER)
-        while self.damage is None and self._part():
-            record, self._whole = self._whole, None
-            if record is None:
-                continue
-            try:
-                yield from self._history(record)
-            except NotAMessage as error:
-                self.damage = f"record {self._n_records:,} cannot be read: {error}"
-
-    def _part(self) -> bool:
-        """Take the next part of a record; False where bytes are missing or damaged."""
-        left = _BLOCK - self._offset % _BLOCK
-        if left < _PART.size:
-            # Too short for a part: the rest of the block is padding.
+    def _next(self) -> bytes | None:
+        left = _FILE_HEADER if self._offset == 0 else _BLOCK - self._offset % _BLOCK
+        if left < _PART.size or self._offset == 0:
+            # The header of the file, or the rest of a block that is too short for a part.
             if len(self._buffer) < left:
-                return False
+                return None
             self._take(left)
         if len(self._buffer) < _PART.size:
-            return False
+            return None
         crc, length, kind = _PART.unpack_from(self._buffer)
         if len(self._buffer) < _PART.size + length:
-            return False
+            return None
         part = self._take(_PART.size + length)[_PART.size :]
         if not (crc or length or kind):
             # Zeros: a crash persisted the size of the file, but not its bytes.
-            return True
+            return b""
         if zlib.crc32(part, zlib.crc32(bytes([kind]))) != crc:
             self.damage = f"a part of record {self._n_records + 1:,} has a wrong CRC-32"
-            return False
+            return None
         if kind in (_FULL, _FIRST):
             self._record.clear()
         if len(self._record) <= _MAX_RECORD:
             self._record += part
-        if kind in (_FULL, _LAST):
-            self._n_records += 1
-            if len(self._record) <= _MAX_RECORD:
-                self._whole = bytes(self._record)
-        return True
+        if kind not in (_FULL, _LAST):
+            return b""
+        self._n_records += 1
+        return bytes(self._record) if len(self._record) <= _MAX_RECORD else b""
 
     def _take(self, n_bytes: int) -> bytes:
         taken = bytes(self._buffer[:n_bytes])
@@ -340,7 +330,7 @@ class WandbFile(RecordFile):
         self._offset += n_bytes
         return taken
 
-    def _history(self, record: bytes) -> Iterator[Row | Marker]:
+    def _read(self, record: bytes) -> Iterator[Row | Marker]:
         for number, history in fields(record):
             if number != _HISTORY or not isinstance(history, bytes):
                 continue

@@ -53,15 +53,7 @@ _COMMAND_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """Which nodes a job has, how one is excluded, and with how many ranks it can run.
-
-    `nodes` are the nodes of the job; without them those that SLURM allocated, or this one.
-    `exclude_command` excludes `{node}` for `{cause}`; it is split into words as a shell does,
-    and no shell runs it. At most `max_excluded` nodes are excluded without a person.
-    `world_sizes` are the numbers of ranks that the job can run with, the first for all its
-    nodes; none below `min_world_size` is used. Before each attempt the nodes that it gets are
-    written to `hosts_file`, one a line, as `mpirun --hostfile` reads them.
-    """
+    """Which nodes a job has, how one is excluded, and with how many ranks it can run."""
 
     nodes: Annotated[
         Sequence[str],

@@ -153,11 +153,7 @@ WAIT_S = 900.0
 class OutputOptions:
     """Where the output of the job goes, and which of it is read.
 
-    `logs` are files that the command writes to: what each attempt adds to them is classified.
-    With `log_dir` the output of each attempt goes to a file there, which is classified too,
-    and the decisions to `run.log`. `stdout` is the descriptor for the command's output,
-    by default the one of this process. What is collected of a hang goes to `evidence_dir`, by
-    default a new folder for temporary files on this node.
+    `stdout` is the descriptor for the command's output, by default the one of this process.
     """
 
     logs: Annotated[

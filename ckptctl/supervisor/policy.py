@@ -57,14 +57,7 @@ _AT_ONCE = frozenset({"python.assertion", "compile.failed"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetOptions:
-    """What bounds the restarts of a job.
-
-    `max_restarts` is how many restarts without progress are allowed; causes outside the job,
-    such as preemption, cost nothing, and `max_free_restarts` bounds them. `no_restart` are exit
-    codes to stop at in addition to `NO_RESTART`. The pause before a restart starts at
-    `backoff_s` and doubles without progress, up to 5 minutes. `reset_budget` is the reason to
-    begin a new budget.
-    """
+    """What bounds the restarts of a job."""
 
     max_restarts: Annotated[
         int,
