@@ -7,7 +7,6 @@ from enum import StrEnum
 
 from ckptctl.errors import NothingToResume
 from ckptctl.model import ExitCode, Message, NextCommand, NonNegative, Positive
-from ckptctl.resharding.advising import ReadAdvice
 from ckptctl.selection.results import NoStepReason, Pick
 
 
@@ -72,9 +71,6 @@ class Sized:
     """The step can be loaded at that size."""
     lost: tuple[str, ...]
     """The kinds of train state that exist once per rank and are not restored."""
-    resharding: ReadAdvice | None
-    """What a load reads where the world size differs from that of the save; null where it does
-    not, or is unknown."""
     rank_bytes: int
     """An even share of the step, in bytes."""
     share: NonNegative | None
@@ -113,9 +109,6 @@ class Preflight:
     """What each process found, by rank."""
     pick: Pick
     """The answer of `ckptctl pick`."""
-    resharding: ReadAdvice | None
-    """What a load reads where the world size differs from that of the save; null where it does
-    not, or is unknown."""
     message: Message
     exit_code: ExitCode
     next_command: NextCommand

@@ -39,13 +39,11 @@ from ckptctl.preflight_checks.sizing import (
     check_cadence,
     check_capacity,
     check_damage,
-    check_resharding,
     check_sizes,
     check_writers,
     ranks_in,
     sized,
 )
-from ckptctl.resharding.advising import ReadAdvice, command, countable
 from ckptctl.selection.picking import answer_of, check_create
 from ckptctl.selection.results import Answer, Pick
 from ckptctl.selection.scanning import scan
@@ -259,7 +257,6 @@ class _Job:
             check_writers(store, chosen) if self.requirements.saved_world_size is None else None,
             check_capacity(n_ranks, ranks_from, chosen, seen),
             *(check_sizes(sizes) if asked.world_sizes else ()),
-            self._check_resharding(_advice(sizes, n_ranks)),
             _check_recomputed(asked.logs, chosen, self.storage) if asked.logs else None,
             check_cadence(self.roots.first, asked.mtbf_s, seen) if chosen else None,
         ]
@@ -292,25 +289,10 @@ class _Job:
             return ()
         root = self._root_of(chosen)
         opened = OpenStep(self.stores[root], name_below(root, chosen.url))
-        as_saved = chosen.world_size is not None and set(sizes) == {chosen.world_size.size}
-        source = None if as_saved else countable(opened)
-        return tuple(sized(sizes, chosen, parts_of(opened.files, chosen.layout), source, seen))
+        return tuple(sized(sizes, chosen, parts_of(opened.files, chosen.layout), seen))
 
     def _root_of(self, chosen: Report) -> str:
         return next(url for url, store in self.stores.items() if holds(store, chosen.url))
-
-    def _check_resharding(self, advice: ReadAdvice | None) -> Check | None:
-        """Whether resharding first would pay, where the ranks are not those that saved."""
-        chosen = self.picked.chosen
-        if chosen is None or advice is None:
-            return None
-        root = self._root_of(chosen)
-        name = name_below(root, chosen.url)
-        return check_resharding(advice, command(root, name, advice.world_size, self.storage))
-
-
-def _advice(sizes: Sequence[Sized], n_ranks: int | None) -> ReadAdvice | None:
-    return next((one.resharding for one in sizes if one.world_size == n_ranks), None)
 
 
 def _check_roots(named: Roots, nodes: _Nodes, room: int | None) -> Iterator[Check]:
@@ -390,7 +372,6 @@ def _answer(
         checks=checks,
         nodes=tuple(one for each in nodes.values() for one in each),
         pick=picked,
-        resharding=_advice(sizes, n_ranks),
         message=picked.message if worst is None else worst.message,
         exit_code=0 if worst is None else worst.exit_code,
         next_command=None if worst is None else worst.next_command,

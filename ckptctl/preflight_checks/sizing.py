@@ -25,12 +25,10 @@ from ckptctl.goodput.measuring import Measured
 from ckptctl.inspection.rank_files import check_world_size
 from ckptctl.model import Part
 from ckptctl.preflight_checks.results import Capacity, Check, CheckOutcome, Sized
-from ckptctl.resharding.advising import ReadAdvice, advice_for
 from ckptctl.storage.contract import Store
 
 if TYPE_CHECKING:
     from ckptctl.formats.own.ledger import ResumeReport
-    from ckptctl.resharding.sources import Source
 
 
 def ranks_in(cluster: Cluster) -> tuple[int, str] | None:
@@ -63,13 +61,9 @@ def sized(
     sizes: Sequence[int],
     chosen: Report,
     parts: Sequence[Part],
-    source: Source | None,
     seen: Measured,
 ) -> Iterator[Sized]:
-    """What a load of the chosen step means at each of `sizes`. Pure.
-
-    `source` is the step as `advice_for` takes it, None where what is read is not counted.
-    """
+    """What a load of the chosen step means at each of `sizes`. Pure."""
     saved = chosen.world_size
     for n_ranks in sizes:
         found = list(check_world_size(parts, chosen.state, saved, n_ranks, chosen.url))
@@ -79,12 +73,10 @@ def sized(
         )
         share = n_ranks / saved.size if saved else None
         step_s = seen.step_s / share if seen.step_s and share else None
-        counted = fixed is None and share is not None and share != 1
         made = Sized(
             world_size=n_ranks,
             loads=fixed is None,
             lost=lost,
-            resharding=advice_for(source, n_ranks) if source and counted else None,
             rank_bytes=chosen.n_bytes // n_ranks,
             share=share,
             step_s=step_s,
@@ -99,9 +91,6 @@ def _means(made: Sized, seen: Measured) -> str:
         "as saved" if made.share == 1 else loads,
         f"{size(made.rank_bytes)} of the step per rank if cut evenly",
     ]
-    if made.resharding is not None:
-        read, needed = made.resharding.stock_bytes, made.resharding.needed_bytes
-        words.append(f"stock dcp.load reads {size(read)} for {size(needed)} needed")
     words.append(f"loses {', '.join(made.lost)}" if made.lost else "loses nothing")
     if made.step_s is not None and seen.step_s is not None and made.share != 1:
         words.append(_pace(made.step_s, seen.step_s))
@@ -153,13 +142,6 @@ def _speed(world_size: int, saved: int, seen: Measured) -> str:
     if share < 1:
         words += f"; or wait for {saved - world_size} more"
     return words
-
-
-def check_resharding(advice: ReadAdvice, command: str) -> Check:
-    """Whether to reshard before the load."""
-    if advice.pays_from == 1:
-        return Check("resharding", CheckOutcome.WARNING, advice.message, next_command=command)
-    return Check("resharding", CheckOutcome.OK, advice.message)
 
 
 def check_cadence(root: str, mtbf_s: float | None, seen: Measured) -> Check:

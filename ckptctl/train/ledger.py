@@ -27,7 +27,6 @@ from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import REPORT_SCHEMA, LedgerLine
 from ckptctl.formatting import counted, duration
 from ckptctl.redaction import redacted
-from ckptctl.resharding.advising import advise
 from ckptctl.selection.history import ATTEMPTS_FOLDER
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
@@ -162,9 +161,6 @@ def to_stderr(line: str) -> None:
 def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
     """The report (schema `ckptctl.resume/1`) without the fields of the attempt; on rank 0 only."""
     decision, saved, rejected = restored.decision, restored.saved, restored.rejected
-    advice = None
-    if restored.opened is not None and saved.world_size not in (None, job.group.size):
-        advice = advise(restored.opened, job.group.size)  # the reads that this load took
     return {
         "schema": REPORT_SCHEMA,
         "attempt": None,
@@ -187,7 +183,6 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
         "warnings": [],
         "world_size": job.group.size,
         "saved_world_size": saved.world_size,
-        "resharding": None if advice is None else advice.document(),
         "previous_attempt": None,
         "state": restored.inventory.document(),
         "cluster": None,
@@ -217,8 +212,5 @@ def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]
     for word, names in report["state"].items():
         if names:
             yield f"{word}: {', '.join(names)}"
-    if report["resharding"] is not None:
-        saved, now = report["saved_world_size"], report["world_size"]
-        yield f"note: saved by {saved}, loaded on {now}: {report['resharding']['message']}"
     for note in restored.inventory.notes:
         yield f"note: {note}"

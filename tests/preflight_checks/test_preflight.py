@@ -23,7 +23,6 @@ from ckptctl.goodput.measuring import Measured
 from ckptctl.preflight_checks.nodes import StorageProbe, check_nodes, check_probe
 from ckptctl.preflight_checks.results import CheckOutcome, NodeFacts
 from ckptctl.preflight_checks.sizing import check_cadence, check_capacity, ranks_in
-from ckptctl.resharding import advising
 from ckptctl.storage.local import LocalStore
 
 
@@ -409,34 +408,6 @@ def test_capacity_compares_ranks_with_those_that_saved(root, world_size, outcome
     assert message(found, "capacity").startswith(says)
 
 
-def test_a_small_step_is_loaded_as_it_is_on_whatever_ranks(root):
-    assert ckptctl.preflight(str(root), world_size=2).resharding is None
-    found = ckptctl.preflight(str(root), world_size=3)
-    assert found.resharding is not None
-    assert found.resharding.stock_bytes > found.resharding.needed_bytes
-    assert outcomes(found)["resharding"] is CheckOutcome.OK
-    assert message(found, "resharding").startswith("no need to reshard first: stock dcp.load")
-
-
-def test_where_resharding_first_pays_the_command_for_it_is_next_and_it_works(root, monkeypatch):
-    monkeypatch.setattr(advising, "MIN_GAIN_BYTES", 1)
-    found = ckptctl.preflight(str(root), world_size=16)
-    (check,) = [one for one in found.checks if one.name == "resharding"]
-    assert check.outcome is CheckOutcome.WARNING
-    assert check.message.startswith("resharding first pays with stock dcp.load, which would read")
-    assert (found.exit_code, found.chosen) == (0, f"{root}/step_300")
-    assert check.next_command is not None
-    words = shlex.split(check.next_command)
-    assert words == [
-        *("ckptctl", "reshard", f"{root}/step_300", f"{root}-for-16/step_300"),
-        *("--world-size", "16", "--apply"),
-    ]
-    assert run_ckptctl(*words[1:]).returncode == 0
-    again = ckptctl.preflight(f"{root}-for-16", world_size=16)
-    assert (again.exit_code, again.resharding) == (0, None)
-    validated(run_ckptctl("preflight", root, "--world-size", 16, "--json").stdout)
-
-
 def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root):
     chosen = ckptctl.verify(f"{root}@300")
     seen = Measured(3, interval_s=3600, steps_apart=100, save_s=60)
@@ -446,17 +417,14 @@ def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root):
     )
 
 
-def test_each_number_of_ranks_comes_with_what_it_loses_and_reads(root):
+def test_each_number_of_ranks_comes_with_what_it_loses(root):
     found = ckptctl.preflight(str(root), world_size=1, world_sizes=[1, 2, 4])
     assert (found.exit_code, found.capacity.value) == (0, "smaller")
     one, two, four = found.sizes
     assert [each.world_size for each in found.sizes] == [1, 2, 4]
-    assert (two.share, two.resharding, two.message.split("; ")[0]) == (1.0, None, "as saved")
+    assert (two.share, two.message.split("; ")[0]) == (1.0, "as saved")
     assert one.rank_bytes == found.pick.chosen.n_bytes
     assert four.rank_bytes == found.pick.chosen.n_bytes // 4
-    assert one.resharding == found.resharding
-    assert four.resharding is not None
-    assert "needed" in four.message
     assert (one.step_s, four.step_s) == (72.0, 18.0)
     assert "1,000 steps take about 20 h instead of 10 h" in one.message
     assert {"size 1", "size 2", "size 4"} <= {check.name for check in found.checks}

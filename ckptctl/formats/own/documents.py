@@ -122,21 +122,6 @@ class NotTaken(TypedDict):
     """Why it was not loaded, in one line."""
 
 
-class LoadAdvice(TypedDict):
-    """What a load reads where the world size differs from that of the save."""
-
-    world_size: Positive
-    """Ranks that load, sharded as FSDP2 does."""
-    needed_bytes: Count
-    """Bytes of tensors that they need, over all ranks."""
-    stock_bytes: Count
-    """Bytes that stock `dcp.load` reads for that: whole records."""
-    pays_from: Positive | None
-    """The number of the load from which resharding first is cheaper; null where it never is."""
-    message: str
-    """The advice in one line."""
-
-
 class RestoredState(TypedDict):
     """What became of the train state."""
 
@@ -153,9 +138,6 @@ class ResumeDocument(TypedDict):
 
     warnings: NotRequired[list[str]]
     """Roots in which the steps that the resume abandons could not be marked, and why."""
-    resharding: NotRequired[LoadAdvice | None]
-    """What a load reads where the world size differs from that of the save; null where it does
-    not, or is unknown."""
     attempt: str
     """The name of the attempt that resumed."""
     at: Time
