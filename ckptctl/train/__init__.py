@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ckptctl.train.liveness import Liveness as Liveness
     from ckptctl.train.liveness import check_gpu as check_gpu
     from ckptctl.train.liveness import ping as ping
-    from ckptctl.train.liveness import simulate_fault as simulate_fault
     from ckptctl.train.loss_guard import GuardVerdict as GuardVerdict
     from ckptctl.train.loss_guard import LossAction as LossAction
     from ckptctl.train.loss_guard import LossGuard as LossGuard
@@ -46,7 +45,7 @@ _HOMES = {
     "ckptctl.train.graceful": "GracefulStop outlive_stop",
     "ckptctl.train.heartbeats": "heartbeat",
     "ckptctl.distributed.process_group": "ProcessGroup make_group",
-    "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping simulate_fault",
+    "ckptctl.train.liveness": "GpuReport Liveness check_gpu ping",
     "ckptctl.train.loss_guard": "GuardVerdict LossAction LossGuard LossKind",
     "ckptctl.train.reader": "Reader",
     "ckptctl.train.resolving": "resolve",
