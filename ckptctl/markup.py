@@ -7,7 +7,7 @@ a phone and on paper.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from ckptctl.formatting import safe
@@ -46,14 +46,6 @@ def page(title: str, parts: Iterable[str]) -> str:
 def as_text(text: str) -> str:
     """Text of somebody else as HTML: no markup, no control characters, no other direction."""
     return escape(safe(text))
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells of HTML; it scrolls sideways where it is wider than the page."""
-    head = "".join(f"<th scope=col>{escape(each)}</th>" for each in columns)
-    cells = ("".join(f"<td><div>{each}</div></td>" for each in row) for row in rows)
-    body = "".join(f"<tr>{row}</tr>\n" for row in cells)
-    return f"<div class=wide tabindex=0><table><thead><tr>{head}</tr></thead>\n{body}</table></div>"
 
 
 _PAGE = """<!doctype html>

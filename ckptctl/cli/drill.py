@@ -11,7 +11,7 @@ from ckptctl.cli.output import Output, document_of, replace_text
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.drill.drilling import DrillOptions
 from ckptctl.drill.drilling import drill as run_drill
-from ckptctl.drill.results import Drilled, as_html, as_markdown, facts, rows
+from ckptctl.drill.trial import Drilled, as_markdown, facts, rows
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.supervisor.nodes import NodeOptions
 
@@ -51,13 +51,12 @@ def drill(
     compared with that of a run without a fault. The job needs no change; it must save steps,
     print its loss, and resume by itself or by {step}. With --nodes a node on which a rank hangs
     is left out, and with --world-sizes the job is resumed with fewer ranks; no node is drained.
-    Writes report.md and report.html. Ends with 33 where the job does not survive a fault. Ctrl-C
-    and SIGTERM end everything that was started and remove the copies.
+    Writes report.md. Ends with 33 where the job does not survive a fault. Ctrl-C and SIGTERM end
+    everything that was started and remove the copies.
     """
     options = replace(options, nodes=nodes)
     found = run_drill(command or (), root, options, tell=out.tell, storage=storage)
     replace_text(os.path.join(options.work, "report.md"), as_markdown(found))
-    replace_text(os.path.join(options.work, "report.html"), as_html(found))
     out.answer(document_of("drilled", found), lambda: drilled_lines(found, options.work))
     return found.exit_code
 
@@ -82,6 +81,6 @@ def drilled_lines(found: Drilled, work: str) -> list[Line]:
         *lines,
         EMPTY,
         *problems,
-        line(f"reports: {work}/report.md, {work}/report.html"),
+        line(f"report: {work}/report.md"),
         *next_line(found.next_command),
     ]

@@ -11,11 +11,9 @@ from ckptctl.cli.options import only
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.options import Parameter, StorageOptions
-from ckptctl.rerun.deciding import ValueOrigin
-from ckptctl.rerun.recording import Comparison
-from ckptctl.rerun.rerunning import RerunOptions
+from ckptctl.rerun.deciding import Comparison, ValueOrigin
+from ckptctl.rerun.rerunning import LoggedLoss, Replay, Rerun, RerunOptions
 from ckptctl.rerun.rerunning import rerun as lead_replays
-from ckptctl.rerun.results import LoggedLoss, Replay, Rerun
 from ckptctl.supervisor.nodes import NodeOptions
 
 EXAMPLES = (

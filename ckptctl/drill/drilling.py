@@ -9,31 +9,25 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-from ckptctl.drill.copying import (
-    copy_step,
-    fingerprint,
-    path_in,
-    read_only_launcher,
-    storage_errors,
-)
 from ckptctl.drill.job import (
     DrillJob,
     Ending,
     JobOptions,
     TrialFailed,
+    copy_step,
+    fingerprint,
     make_work_folder,
     new_work_folder,
+    path_in,
+    read_only_launcher,
+    storage_errors,
 )
-from ckptctl.drill.results import Drilled, Trial
-from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, run_trial
+from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, Drilled, Trial, run_trial
 from ckptctl.errors import UsageError
 from ckptctl.formatting import command_line, counted
 from ckptctl.options import ROOT_ENV, Parameter, StorageOptions
@@ -127,10 +121,31 @@ def drill(
         nodes=options.nodes,
         patience_s=options.patience_s,
     )
-    faults = _Faults(about, options, work, lambda copy: copy_step(root, path, copy, storage), tell)
-    ended_by = faults.inject(f"a run from step {chosen.step} without a fault, to compare with")
+    ending = Ending(tell)
+    jobs: list[DrillJob] = []
+    trials: list[Trial] = []
+
+    def job_on_copy(name: str, about: JobOptions) -> DrillJob:
+        folder = work / name
+        job = DrillJob(about, folder / "root", folder, ending.end)
+        job.copied_by = copy_step(root, path, job.root, storage)
+        jobs.append(job)
+        return job
+
+    def inject() -> None:
+        tell(f"a run from step {chosen.step} without a fault, to compare with")
+        reference = job_on_copy("no-fault", about)
+        limited = _measured(reference, options)
+        for name in options.faults:
+            job = job_on_copy(name, limited)
+            trials.append(run_trial(name, job, reference.log, options.seed, tell))
+            if not options.keep:
+                shutil.rmtree(job.root)
+
+    with storage_errors(work):
+        make_work_folder(work)
+    ending.lead(inject, work, keep=options.keep)
     unchanged = fingerprint(root, storage) == before
-    trials = tuple(faults.trials)
     failed = [trial.fault for trial in trials if not trial.passed]
     grade = f"the job survives {len(trials) - len(failed)} of {len(trials)} faults"
     if failed:
@@ -138,74 +153,22 @@ def drill(
     if not unchanged:
         grade += f"; {root} was changed meanwhile"
     exit_code = FAILED if failed or not unchanged else 0
-    if ended_by is not None:
-        grade = f"ended by {ended_by.name}; of {len(options.faults)} faults, {grade}"
-        exit_code = 128 + ended_by
+    if ending.asked is not None:
+        grade = f"ended by {ending.asked.name}; of {len(options.faults)} faults, {grade}"
+        exit_code = 128 + ending.asked
     return Drilled(
         tuple(command),
         root,
         chosen.step,
         options.seed,
-        faults.means,
+        jobs[-1].copied_by if jobs else "",
         bool(about.read_only),
         unchanged,
-        trials,
+        tuple(trials),
         grade,
         exit_code,
         f"less {shlex.quote(str(work / 'report.md'))}" if failed else None,
     )
-
-
-class _Faults:
-    """The runs of a job without a fault and with each, on copies that `copy` makes.
-
-    `means` is how the last copy was made, `trials` what was graded so far.
-    """
-
-    def __init__(
-        self,
-        about: JobOptions,
-        options: DrillOptions,
-        work: Path,
-        copy: Callable[[Path], str],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.means = ""
-        self.trials: list[Trial] = []
-        self._about = about
-        self._options = options
-        self._work = work
-        self._copy = copy
-        self._tell = tell
-        self._ending = Ending(tell)
-
-    def inject(self, begun: str) -> signal.Signals | None:
-        """Run the job without a fault, and with one after the other; a signal that ended it.
-
-        `begun` is reported once a signal ends the drill with its report.
-        """
-        with storage_errors(self._work):
-            make_work_folder(self._work)
-        self._ending.lead(partial(self._run, begun), self._work, keep=self._options.keep)
-        return self._ending.asked
-
-    def _run(self, begun: str) -> None:
-        options = self._options
-        self._tell(begun)
-        reference = self._job("no-fault")
-        self._about = _measured(reference, options)
-        for name in options.faults:
-            job = self._job(name)
-            self.trials.append(run_trial(name, job, reference.log, options.seed, self._tell))
-            if not options.keep:
-                shutil.rmtree(job.root)
-
-    def _job(self, name: str) -> DrillJob:
-        """The job on a copy of its own."""
-        folder = self._work / name
-        job = DrillJob(self._about, folder / "root", folder, self._ending.end)
-        self.means = self._copy(job.root)
-        return job
 
 
 def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:

@@ -15,36 +15,38 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.distributed.launcher import cluster_context, expand
-from ckptctl.drill.copying import (
-    copy_step,
-    fingerprint,
-    path_in,
-    read_only_launcher,
-    storage_errors,
-)
 from ckptctl.drill.job import (
     DrillJob,
     Ending,
     JobOptions,
     TrialFailed,
+    copy_step,
+    fingerprint,
     make_work_folder,
     new_work_folder,
+    path_in,
+    read_only_launcher,
+    storage_errors,
 )
 from ckptctl.errors import NothingToResume, OptionError, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formatting import command_line
+from ckptctl.model import ExitCode, NextCommand, NonNegative
 from ckptctl.options import ROOT_ENV, Parameter, PickPolicy, StorageOptions
-from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
-from ckptctl.rerun.recording import (
+from ckptctl.rerun.deciding import (
+    Comparison,
     Record,
+    ReplayNodes,
+    RerunDecision,
+    ValueOrigin,
     compare,
+    decide,
     ended_at,
     first_record,
     main_rows,
     read_record,
     with_failure,
 )
-from ckptctl.rerun.results import LoggedLoss, Replay, Rerun
 from ckptctl.selection.picking import pick
 from ckptctl.supervisor.nodes import SUSPECT, NodeOptions, run_exclusion
 
@@ -117,8 +119,7 @@ class RerunOptions:
         bool, Parameter("--dry-run", "Show the step and the commands, and start nothing.")
     ] = False
     patience_s: Annotated[
-        float,
-        Parameter("--patience TIME", "How long to wait for a next step.", common=False),
+        float, Parameter("--patience TIME", "How long to wait for a next step.", common=False)
     ] = 1800.0
 
     def __post_init__(self) -> None:
@@ -428,3 +429,70 @@ def _concluded(
         0 if options.dry_run else EXIT_CODES[answer],
         next_command,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedLoss:
+    """The loss of one step."""
+
+    step: int
+    """The training step."""
+    loss: float | None
+    """The loss; null where it is not finite, or the run failed at this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One replay, and how it compares with the first record."""
+
+    nodes: ReplayNodes
+    """Whether it ran on the nodes of the record or on others."""
+    names: tuple[str, ...]
+    """The names of these nodes."""
+    command: tuple[str, ...]
+    """The command, as it was started."""
+    exit_code: int | None
+    """How it ended; null where it was ended after its last step."""
+    losses: tuple[LoggedLoss, ...]
+    """The losses that it logged, around the suspicious step."""
+    compared: Comparison | None
+    """How its values compare with those of the first record; null where it logged none."""
+    copied_by: str
+    """`reflink`, `copy`, or `download` from an object store; empty in a dry run."""
+    folder: str
+    """Where its output is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Where a suspicious value comes from, and the evidence."""
+
+    answer: ValueOrigin | None
+    """Where it comes from; null in a dry run."""
+    message: str
+    """The answer and its reason in one line."""
+    root: str
+    """The checkpoint root, which no replay used."""
+    step: int
+    """The suspicious training step."""
+    from_step: int
+    """The training step from which it was replayed."""
+    last_step: int
+    """The last step of a replay."""
+    losses: tuple[LoggedLoss, ...]
+    """The losses of the first record, around the suspicious step."""
+    replays: tuple[Replay, ...]
+    """The replays, in order; in a dry run those that would come first."""
+    scatter: NonNegative | None
+    """The largest relative difference between losses of replays on the same nodes: 0 for a
+    deterministic job; null where they were replayed once."""
+    suspects: tuple[str, ...]
+    """The nodes at fault, if it is persistent."""
+    excluded: bool
+    """The node at fault was excluded."""
+    root_read_only: bool
+    """Whether the real root was read-only for the job."""
+    root_unchanged: bool
+    """Whether the real root is the same as before."""
+    exit_code: ExitCode
+    next_command: NextCommand

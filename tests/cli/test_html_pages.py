@@ -7,17 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from command_line import run_ckptctl, validated
 
-from ckptctl.drill.results import Drilled, Trial, as_html
-
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-NAMES = ("scan", "loss", "history", "drill")
+NAMES = ("scan", "loss", "history")
 VOID = {"meta", "img", "rect", "line", "circle", "path", "polyline", "br"}
 
 
@@ -63,20 +60,7 @@ def pages(framework_roots, tmp_path_factory) -> dict[str, Path]:
     for name, path in made.items():
         done = run_ckptctl(name, log if name == "loss" else root, "--html", path, "--timeout", 99)
         assert path.exists(), done.stderr
-    made["drill"] = folder / "drill.html"
-    made["drill"].write_text(as_html(drilled(str(root))))
     return made
-
-
-def drilled(root: str) -> Drilled:
-    """A drill with a fault that the job survives and one that it does not."""
-    known = dict.fromkeys(field.name for field in fields(Trial))
-    known |= dict.fromkeys(("ranks", "nodes", "excluded", "evidence", "problems"), ())
-    known |= {"description": "rank 1 was killed", "folder": f"{root}/" + "long/" * 40}
-    survived = Trial(**known | {"fault": "rank-killed"})
-    failed = Trial(**known | {"fault": "rank-stopped", "problems": ("the job was not resumed",)})
-    trials, grade = (survived, failed), "the job survives 1 of 2 faults, not rank-stopped"
-    return Drilled(("./train",), root, 20, 0, "copy", True, True, trials, grade, 33, None)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ckptctl.logs.rows import LogPosition, Number, Row
-from ckptctl.rerun.deciding import ReplayNodes, RerunDecision, ValueOrigin, decide
-from ckptctl.rerun.recording import Record, compare
+from ckptctl.rerun.deciding import Record, ReplayNodes, RerunDecision, ValueOrigin, compare, decide
 
 STEP = 5
 NAN = math.nan

@@ -13,7 +13,7 @@ from command_line import COMMAND, clean_environment, run_ckptctl, validated
 from next_commands import run_and_follow
 from supervisor.supervised_root import processes_with
 
-from ckptctl.drill.copying import copy_step, fingerprint
+from ckptctl.drill.job import copy_step, fingerprint
 from ckptctl.options import StorageOptions
 
 JOB = Path(__file__).with_name("faulty_job.py")
