@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from ckptctl.resharding.results import Difference as Difference
     from ckptctl.resharding.results import RankShare as RankShare
     from ckptctl.resharding.results import Reshard as Reshard
-    from ckptctl.resharding.steps import plan_reshard as plan_reshard
     from ckptctl.resharding.steps import reshard as reshard
     from ckptctl.selection.marking import mark as mark
     from ckptctl.selection.picking import pick as pick
@@ -122,7 +121,7 @@ _HOMES = {
     "ckptctl.resharding.comparing": "diff",
     "ckptctl.resharding.converting": "convert",
     "ckptctl.resharding.results": "Converted Diff Difference RankShare Reshard",
-    "ckptctl.resharding.steps": "plan_reshard reshard",
+    "ckptctl.resharding.steps": "reshard",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = list(_HOME_OF)

@@ -118,7 +118,7 @@ HARMLESS_OPTIONS = frozenset(
             "off",
             "once",
         ),
-        *("only", "per-rank", "print", "print-cadence", "print-capacity", "print-nodes"),
+        *("only", "print", "print-cadence", "print-capacity", "print-nodes"),
         *("print-suspect", "print-throughput", "print-verdict", "print-word", "probe-storage"),
         *("quiet", "remote-checksums", "replace", "require", "require-seal", "resume"),
         *("resume-samples", "resume-step", "resume-tokens", "room-for", "saved-world-size"),
@@ -145,7 +145,7 @@ HARMLESS_OPTIONS = frozenset(
             "html",
             "rows",
         ),
-        *("key-file", "like", "log", "log-dir", "marks", "metrics", "node-report"),
+        *("key-file", "log", "log-dir", "marks", "metrics", "node-report"),
         *("optional-root", "other-root", "plot", "report", "resume-from", "resume-report", "root"),
         *("site", "state", "transcript", "work", "ignore"),
     )

@@ -77,10 +77,10 @@ def convert(
     """Convert a step to one torch.save file or to safetensors, or either of them to a step.
 
     The type of SRC and the ending of DST select the direction; one of them is a sharded DCP
-    step, except that a step of verl or DeepSpeed may become one file. No code in a file is run.
-    The conversion streams within --memory, compares the checksums of the source, and reads the
-    result again before it is published. Safetensors have no checksums: without a seal they need
-    --accept-unverifiable. With --quiet the address of the result is printed.
+    step. No code in a file is run. The conversion streams within --memory, compares the checksums
+    of the source, and reads the result again before it is published. Safetensors have no
+    checksums: without a seal they need --accept-unverifiable. With --quiet the address of the
+    result is printed.
     """
     answer = ckptctl.convert(
         source,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import ckptctl
 from ckptctl.cli.options import (
@@ -20,6 +20,7 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
+from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.formatting import command_line, counted, exact_size, size
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.resharding.results import RankShare, Reshard
@@ -29,7 +30,7 @@ EXAMPLES = (
     "ckptctl reshard s3://bucket/run/step_1200 /tmp/step_1200 --mesh dp=4,tp=2 --shard 'w*=1'",
     "torchrun --nproc-per-node 8 --no-python ckptctl reshard SRC DST --world-size 24 --apply",
 )
-EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 24, 25, 26, 27, 75, 77)
+EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 
 
 def reshard(
@@ -54,17 +55,6 @@ def reshard(
             "0; may be given several times, the last match applies.",
         ),
     ] = None,
-    like: Annotated[
-        str | None, Parameter("--like STEP", "Use the sharding of this step, tensor by tensor.")
-    ] = None,
-    per_rank: Annotated[
-        Literal["keep", "drop", "refuse"],
-        Parameter(
-            "--per-rank",
-            "What to do with state that exists once per rank (RNG states, data loaders) "
-            "and cannot be resharded: keep it unchanged, drop it, or refuse.",
-        ),
-    ] = "keep",
     only: OnlyOpt = None,
     apply: Annotated[
         bool, Parameter("--apply", "Write the new step; without it only the plan is printed.")
@@ -87,8 +77,6 @@ def reshard(
         "world_size": world_size,
         "mesh": mesh,
         "shard": shard or (),
-        "like": like,
-        "per_rank": per_rank,
         "only_model": only_model(only),
         "accept_unverifiable": accept_unverifiable,
         "memory": parse_size("memory", memory),
@@ -97,22 +85,20 @@ def reshard(
         "storage": storage,
     }
     with ExitStack() as stack:
-        if apply:
-            group = process_group(stack, out)
-            answer = ckptctl.reshard(
-                step,
-                target,
-                jobs=jobs,
-                key=requirements.key,
-                group=group,
-                on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
-                **wanted,
-            )
-            answer = replace(answer, exit_code=group.agree(answer.exit_code))
-        else:
-            answer = ckptctl.plan_reshard(step, target, **wanted)
-            if not answer.exit_code:
-                answer = replace(answer, next_command=_to_apply(step, target, wanted))
+        group = process_group(stack, out) if apply else ProcessGroup()
+        answer = ckptctl.reshard(
+            step,
+            target,
+            apply=apply,
+            jobs=jobs,
+            key=requirements.key,
+            group=group,
+            on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
+            **wanted,
+        )
+        answer = replace(answer, exit_code=group.agree(answer.exit_code))
+    if not apply and not answer.exit_code:
+        answer = replace(answer, next_command=_to_apply(step, target, wanted))
     out.answer(
         document_of("reshard", answer),
         lambda: reshard_lines(answer),
@@ -124,14 +110,12 @@ def reshard(
 def _to_apply(step: str, target: str, wanted: dict[str, object]) -> str:
     """The same call, with what makes it write."""
     words = ["reshard", step, target]
-    for name in ("world_size", "mesh", "like"):
+    for name in ("world_size", "mesh"):
         if wanted[name] is not None:
             words += [f"--{name.replace('_', '-')}", str(wanted[name])]
     rules = wanted["shard"]
     for rule in rules if isinstance(rules, list) else ():
         words += ["--shard", rule]
-    if wanted["per_rank"] != "keep":
-        words += ["--per-rank", str(wanted["per_rank"])]
     words += ["--only", "model"] if wanted["only_model"] else []
     words += ["--accept-unverifiable"] if wanted["accept_unverifiable"] else []
     return command_line(*words, "--apply")

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import StepDamaged, UsageError
 from ckptctl.findings import EXIT_DIFFERS, Severity, Verdict
@@ -31,22 +31,18 @@ from ckptctl.model import SHARDED, FileInfo, Level, Step
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.slices import TensorSlice, blocks
-from ckptctl.resharding.flat_files import OpenFlat, flat_part, open_flat, storage_of
-from ckptctl.resharding.importing import read_safetensors
-from ckptctl.resharding.reading import (
-    Buffers,
-    SliceReader,
-    SourceFiles,
-    read_values,
-    source_files,
-)
+from ckptctl.resharding.reading import FlatFile, open_flat, read_safetensors, storage_of
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
+    Buffers,
+    SliceReader,
     SourceBytes,
     SourceDamaged,
+    SourceFiles,
     SourcePart,
     SourceTensor,
     check_format,
+    read_values,
     source_of,
 )
 from ckptctl.resharding.writing import WriteProgress, in_threads
@@ -148,38 +144,33 @@ class _Side:
         self.url = found.url
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, SourceFiles] = {}
-        held = _held_by(found, inspected)
-        for at, part, files in held:
-            entries: Sequence[Entry] = (*part.tensors, *part.bytes_entries)
-            for entry in entries:
-                fqn = entry.entry.fqn if isinstance(entry, SourceTensor) else entry.fqn
+        parts = _parts(found, inspected)
+        for at, part in parts:
+            for entry in part.entries:
                 # Steps of one part each are compared even if the parts have different paths.
-                name = fqn if len(held) == 1 or not at else f"{at}: {fqn}"
+                name = entry.fqn if len(parts) == 1 or not at else f"{at}: {entry.fqn}"
                 self.entries[name] = entry
-                self.files[name] = files
+                self.files[name] = part.files
 
 
-def _held_by(
-    found: OpenTarget, inspected: Inspection
-) -> Sequence[tuple[str, SourcePart, SourceFiles]]:
-    """The parts of sharded DCP in a step, else its rank files and safetensors, by name."""
+def _parts(found: OpenTarget, inspected: Inspection) -> Sequence[tuple[str, SourcePart]]:
+    """The parts of sharded DCP in a step, else its rank files and safetensors, by name.
+
+    The name of a file is that of the same file in another step.
+    """
     if not any(part.part.format in SHARDED for part in inspected.parts):
-        held = [one for part in inspected.parts for one in _of_files(inspected, part)]
-        if held:
-            return held
+        files = [
+            named for part in inspected.parts for named in _read_archives(inspected.step, part)
+        ]
+        if files:
+            return files
     check_format(inspected)
     if not any(part.metadata for part in inspected.parts):
         raise UsageError(
             f"{found.url} holds no DCP metadata to compare",
             next_command=command_line("verify", found.url),
         )
-    parts = source_of(inspected).parts
-    files = source_files(found, parts)
-    return [(part.path, part, files[part.path]) for part in parts]
-
-
-def _of_files(inspected: Inspection, part: OpenPart) -> Iterator[ReadFile]:
-    yield from read_archives(inspected.step, part)
+    return [(part.path, part) for part in source_of(inspected).parts]
 
 
 class _Compared:
@@ -363,16 +354,20 @@ def _index(part: TensorSlice, number: int) -> tuple[int, ...]:
 
 def _members(files: SourceFiles, entry: SourceBytes) -> str:
     """A description that differs for entries of different values: its members' checksums."""
-    record = entry.record
-    path = files.in_store(record.file)
+    record, held = entry.record, entry.held
+
+    def read(start: int, n_bytes: int) -> bytes:
+        if held is not None:
+            return held[start : start + n_bytes]
+        return read_range(files.store, files.in_store(record.file), record.offset + start, n_bytes)
+
     if record.transforms:
-        data = read_range(files.store, path, record.offset, record.length)
+        data = read(0, record.length)
         return f"{record.length:,} bytes compressed, {_hash_of(data)}"
-    end = record.offset + record.length
-    members, _ = read_directory(lambda n: read_range(files.store, path, end - n, n), record.length)
+    members, _ = read_directory(lambda n: read(record.length - n, n), record.length)
     values = [m for m in members.members if m.name == "data.pkl" or m.name.startswith("data/")]
     if not members.has_crcs:
-        data = read_range(files.store, path, record.offset, record.length)
+        data = read(0, record.length)
         data_of = b"".join(data[m.start : m.end] for m in values)
         return f"{len(data_of):,} bytes, {_hash_of(data_of)}"
     return ", ".join(f"{m.name} of {m.size:,} bytes with the CRC-32 {m.crc:08x}" for m in values)
@@ -422,15 +417,7 @@ def _answer(
 OTHER_VALUES = "(values that are not plain)"
 
 
-class ReadFile(NamedTuple):
-    """The entries of a file, under a name that is that of the same file in another step."""
-
-    name: str
-    part: SourcePart
-    files: SourceFiles
-
-
-def read_archives(step: Step, part: OpenPart) -> Iterator[ReadFile]:
+def _read_archives(step: Step, part: OpenPart) -> Iterator[tuple[str, SourcePart]]:
     """The entries of each file of `torch.save` in a rank-file part, and of its safetensors.
 
     Raises `SourceDamaged` for a damaged file, and `UsageError` for one that cannot be read. Cost:
@@ -439,10 +426,10 @@ def read_archives(step: Step, part: OpenPart) -> Iterator[ReadFile]:
     for file in part.part.files:
         if part.metadata and file.path in part.metadata[0].bytes_entries:
             there = file.at(part.in_store(file.path))
-            yield ReadFile(_name(step, file), *_entries(part, there))
+            yield _name(step, file), _entries(part, there)
     for held in part.safetensors:
         read = read_safetensors(part.store, held.folder, step.url, held.part, under="")
-        yield ReadFile(held.part.path or "safetensors", read.part, read.files)
+        yield held.part.path or "safetensors", read.part
 
 
 def _name(step: Step, file: FileInfo) -> str:
@@ -453,7 +440,7 @@ def _name(step: Step, file: FileInfo) -> str:
     return "/".join((*(one for one in folders if step_name(one) is None), name))
 
 
-def _entries(part: OpenPart, file: FileInfo) -> tuple[SourcePart, SourceFiles]:
+def _entries(part: OpenPart, file: FileInfo) -> SourcePart:
     opened = open_flat(part.store, file, part.url, decode_shards)
     leaves: dict[str, Leaf] = {}
     is_all = True
@@ -465,7 +452,7 @@ def _entries(part: OpenPart, file: FileInfo) -> tuple[SourcePart, SourceFiles]:
         crc = opened.members["data.pkl"].crc
         leaves[OTHER_VALUES] = Leaf((OTHER_VALUES,), f"in a pickle with the CRC-32 {crc:08x}")
     try:
-        return flat_part(tuple(leaves.values()), opened, part.store, part.url)
+        return opened.part_of_leaves(tuple(leaves.values()))
     except NotPlain as error:
         raise UsageError(f"{part.url}: {error}") from error
 
@@ -493,7 +480,7 @@ def _is_plain(value: object) -> bool:
     return True
 
 
-def _can_be_compared(leaf: Leaf, opened: OpenFlat) -> bool:
+def _can_be_compared(leaf: Leaf, opened: FlatFile) -> bool:
     if not isinstance(leaf.value, TensorStub):
         return _is_plain(leaf.value)
     try:

@@ -5,20 +5,19 @@
   safetensors.
 - A `torch.save` file, a safetensors file, an index of such files, or a folder that holds
   them and no DCP, becomes a step of sharded DCP called DST.
-- The shards of verl and DeepSpeed become a step, or one file if DST is named as one.
 
-Ambiguous names are refused with the command that
-states the intent. `importing`, `exporting` and `shard_files` do the work.
+Shards of other frameworks, and ambiguous names, are refused with the command that puts them
+together or states the intent. `importing` and `exporting` do the work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.families import CONVERSIONS
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import (
     FLAT_SUFFIXES,
@@ -33,7 +32,7 @@ from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import SHARDED, Level, PartFormat
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
-from ckptctl.resharding.executing import Place, WriteOptions
+from ckptctl.resharding.executing import WriteOptions
 from ckptctl.resharding.exporting import (
     Export,
     to_flat,
@@ -41,27 +40,24 @@ from ckptctl.resharding.exporting import (
     write_export,
 )
 from ckptctl.resharding.importing import (
-    Into,
+    STATE_BESIDE,
+    Conversion,
     OneFile,
+    StateFiles,
     import_file,
     import_flat,
     import_folder,
-    import_shards,
     one_file,
+    state_files,
 )
-from ckptctl.resharding.mesh import check_world_size
-from ckptctl.resharding.reading import SourceFiles, source_files
+from ckptctl.resharding.planning import check_world_size
 from ckptctl.resharding.results import Converted, not_converted
-from ckptctl.resharding.shard_files import can_be_read, left_beside, read_shards
 from ckptctl.resharding.sources import (
-    Source,
     SourceDamaged,
     check_format,
-    refusal,
     source_in,
     source_of,
 )
-from ckptctl.resharding.state_files import STATE_BESIDE, StateFiles, state_files
 from ckptctl.resharding.steps import (
     inspect_whole,
     target_place,
@@ -69,7 +65,7 @@ from ckptctl.resharding.steps import (
 from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
-from ckptctl.storage.opening import base_name, join_url, parent_url
+from ckptctl.storage.opening import join_url, parent_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,9 +107,6 @@ def convert(
     tensors of safetensors are put below the key `under`. Nothing in a file runs. The step
     is verified, sealed (with `key` if one is given) and published as by `reshard`.
 
-    Where `source` is a step that ranks of verl or DeepSpeed ZeRO saved, its tensors are put
-    together, and `target` is the path of the new step or of one file; see `shard_files`.
-
     `only_model` leaves out all but the model. Safetensors have no checksums: without a
     seal they are taken with `accept_unverifiable` only.
 
@@ -127,7 +120,7 @@ def convert(
     """
     storage = options_from(keywords, storage)
     check_world_size(world_size)
-    asked = _Asked(
+    asked = Conversion(
         source,
         target,
         world_size,
@@ -153,10 +146,6 @@ def convert(
             return _from_file(asked, OneFile(found.store, found.files[0]), storage)
         inspected = inspect_whole(found, checked, accept_unverifiable=accept_unverifiable)
         formats = {part.format for part in inspected.step.parts}
-        if can_be_read(inspected):
-            if not asked.is_file:
-                _check_number(asked, found, inspected)
-            return _from_step(asked, found, inspected, storage)
         is_safetensors = formats == {PartFormat.SAFETENSORS} or any(
             part.safetensors for part in inspected.parts
         )
@@ -165,51 +154,13 @@ def convert(
             _check_number(asked, found, inspected)
             return _from_folder(asked, found, inspected, save, checked, storage)
         if formats == {PartFormat.RANK_FILES}:
-            raise _names_no_file(asked, inspected)
+            raise _not_one_file(asked, inspected)
         check_format(inspected)
         _check_makes_files(asked)
         return _from_step(asked, found, inspected, storage)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The arguments of `convert`."""
-
-    source: str
-    target: str
-    world_size: int | None
-    only_model: bool
-    strip: str
-    under: str
-    file_bytes: int | None
-    options: WriteOptions
-
-    @property
-    def name(self) -> str:
-        """The last name of the target."""
-        return base_name(self.target)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the target is named as a file of `torch.save`."""
-        return self.name.endswith(FLAT_SUFFIXES)
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the target is named as one file."""
-        return self.is_flat or self.name.endswith(SUFFIX)
-
-    @property
-    def anyway(self) -> str:
-        """The same command with `--accept-unverifiable`."""
-        words = ["convert", self.source, self.target]
-        words += [] if self.world_size is None else ["--world-size", str(self.world_size)]
-        words += ["--only", "model"] if self.only_model else []
-        words += ["--under", self.under] if self.under else []
-        return command_line(*words, "--accept-unverifiable")
-
-
-def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Converted:
+def _from_file(asked: Conversion, file: OneFile, storage: StorageOptions) -> Converted:
     """Make a step from a file."""
     name = file.file.path
     if name == METADATA or shard_rank(name) is not None:
@@ -228,12 +179,12 @@ def _from_file(asked: _Asked, file: OneFile, storage: StorageOptions) -> Convert
             "define the nesting",
             without=("--under",),
         )
+    make = import_file if is_safetensors else import_flat
     with target_place(asked.target, storage) as place:
-        into = _into(asked, place)
-        return import_file(file, into) if is_safetensors else import_flat(file, into)
+        return make(file, asked, place)
 
 
-def _check_number(asked: _Asked, found: OpenTarget, inspected: Inspection) -> None:
+def _check_number(asked: Conversion, found: OpenTarget, inspected: Inspection) -> None:
     """Raise `UsageError` for a target named as another step than the train state counts."""
     count, named = inspected.report.state.step.value, step_name(asked.name)
     if (
@@ -258,8 +209,16 @@ def _check_number(asked: _Asked, found: OpenTarget, inspected: Inspection) -> No
     )
 
 
-def _names_no_file(asked: _Asked, inspected: Inspection) -> UsageError:
-    """The error for a folder that holds files of `torch.save`."""
+def _not_one_file(asked: Conversion, inspected: Inspection) -> UsageError:
+    """The error for a folder that holds files of `torch.save`, or shards of several ranks."""
+    grids = [grid for part in inspected.step.parts for grid in part.grids if grid.sharded]
+    if grids:
+        url, framework = inspected.step.url, grids[0].framework
+        command = CONVERSIONS[framework].format(step=url, root=url.rpartition("/")[0])
+        return UsageError(
+            f"{url} holds shards of each rank ({framework}), which are not put together here",
+            next_command=command,
+        )
     held = [file.path for file in inspected.step.files if file.path.endswith(FLAT_SUFFIXES)]
     kinds = {path: kind_of_file(inspected.step.layout, path) for path in held}
     whole = [
@@ -282,7 +241,7 @@ def _names_no_file(asked: _Asked, inspected: Inspection) -> UsageError:
 
 
 def _from_folder(
-    asked: _Asked,
+    asked: Conversion,
     found: OpenTarget,
     inspected: Inspection,
     save: StateFiles | None,
@@ -291,14 +250,14 @@ def _from_folder(
 ) -> Converted:
     """Make a step from a folder of safetensors, or from the files of one save."""
     _check_makes_step(asked, "a folder of files that hold whole tensors")
-    if not refusal(inspected.report, accept_unverifiable=asked.options.accept_unverifiable):
+    if not asked.refuses(inspected.report):
         # Only a seal can verify them, and that takes reading every byte.
         inspected = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
     with target_place(asked.target, storage, source=found.url) as place:
-        return import_folder(found, inspected, save, _into(asked, place))
+        return import_folder(inspected, save, asked, place)
 
 
-def _check_makes_step(asked: _Asked, what: str) -> None:
+def _check_makes_step(asked: Conversion, what: str) -> None:
     """Raise `UsageError` if the target's name or the options do not fit a step."""
     subject = f"{asked.source} is {what}, which becomes a step of sharded DCP"
     if asked.is_file:
@@ -320,49 +279,34 @@ def _ending(name: str) -> str:
     return next(end for end in (*FLAT_SUFFIXES, SUFFIX) if name.endswith(end))
 
 
-def _into(asked: _Asked, place: Place) -> Into:
-    return Into(
-        place,
-        asked.world_size,
-        asked.only_model,
-        asked.under,
-        asked.options,
-        asked.anyway,
-    )
-
-
 def _from_step(
-    asked: _Asked, found: OpenTarget, inspected: Inspection, storage: StorageOptions
+    asked: Conversion, found: OpenTarget, inspected: Inspection, storage: StorageOptions
 ) -> Converted:
-    """Write a step as files of another format; put the shards of ranks together."""
+    """Write a step as files of another format."""
     with target_place(asked.target, storage, source=found.url) as place:
-        if refusal(inspected.report, accept_unverifiable=asked.options.accept_unverifiable):
+        if asked.refuses(inspected.report):
             return not_converted(found.url, place.url, inspected.report)
         try:
-            return _made(asked, found, inspected, place)
+            source = source_of(inspected)
+            if asked.is_flat:
+                export = to_flat(source, only_model=asked.only_model)
+            else:
+                export = to_safetensors(
+                    source,
+                    only_model=asked.only_model,
+                    strip=asked.strip,
+                    file_bytes=asked.file_bytes,
+                    alone=asked.is_file,
+                )
+            room = asked.options.budget(found.store, place.store)
+            write_export(source, export, place, room, asked.options.on_progress)
+            return _written(asked, found.url, place.url, export, inspected.report)
         except SourceDamaged as damage:
             report = source_in(inspected, ()).with_damage(damage)
             return not_converted(found.url, place.url, report)
 
 
-def _made(asked: _Asked, found: OpenTarget, inspected: Inspection, place: Place) -> Converted:
-    """What a step becomes at `place`; raises `SourceDamaged`."""
-    if can_be_read(inspected):
-        shards = read_shards(inspected, found.store)
-        source = source_in(inspected, [one.part for one in shards])
-        files = {one.part.path: one.files for one in shards}
-        if not asked.is_file:
-            return import_shards(source, found, files, left_beside(inspected), _into(asked, place))
-    else:
-        source = source_of(inspected)
-        files = source_files(found, source.parts)
-    room = asked.options.budget(found.store, place.store)
-    export = _export(asked, source, files)
-    write_export(source, export, files, place, room, asked.options.on_progress)
-    return _written(asked, found.url, place.url, export, inspected.report)
-
-
-def _check_makes_files(asked: _Asked) -> None:
+def _check_makes_files(asked: Conversion) -> None:
     """Raise `UsageError` if the target's name or the options do not fit the format."""
     subject = f"{asked.source} is a step of sharded DCP"
     named = step_name(asked.name)
@@ -400,19 +344,9 @@ def _check_makes_files(asked: _Asked) -> None:
         )
 
 
-def _export(asked: _Asked, source: Source, files: dict[str, SourceFiles]) -> Export:
-    if asked.is_flat:
-        return to_flat(source, files, only_model=asked.only_model)
-    return to_safetensors(
-        source,
-        only_model=asked.only_model,
-        strip=asked.strip,
-        file_bytes=asked.file_bytes,
-        alone=asked.is_file,
-    )
-
-
-def _written(asked: _Asked, source: str, target: str, export: Export, report: Report) -> Converted:
+def _written(
+    asked: Conversion, source: str, target: str, export: Export, report: Report
+) -> Converted:
     what = counted(export.n_tensors, "tensor")
     n_values = export.n_values
     message = f"{what} written as safetensors, every byte read again"

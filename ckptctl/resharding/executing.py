@@ -9,9 +9,13 @@ read again, and the step is sealed. The same call continues an interrupted write
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import TypeVar, cast
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
@@ -22,13 +26,11 @@ from ckptctl.formats.frameworks.layouts import is_own, is_stage
 from ckptctl.formats.own.data_ledger import DATA_FILE, data_bytes
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_step
-from ckptctl.model import FileInfo
+from ckptctl.model import FileInfo, Kept
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.reading import Piece, SourceFiles, source_files
-from ckptctl.resharding.sources import SourceDamaged
-from ckptctl.resharding.unpublished import with_files
+from ckptctl.resharding.sources import Piece, SourceDamaged
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
     FileCopy,
@@ -45,9 +47,20 @@ from ckptctl.resharding.writing import (
 )
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Folders, Store, list_if_there
+from ckptctl.storage.contract import (
+    Closing,
+    Data,
+    Folders,
+    OpenFile,
+    Span,
+    Store,
+    Wrapped,
+    list_if_there,
+    spread,
+)
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import absolute_url, join_url
+from ckptctl.storage.waiting import Retries
 
 _SPARE_BYTES = 16 << 20
 """Additional space for seals, notes and folders."""
@@ -137,20 +150,12 @@ class Written:
     continued: int
 
 
-def write(
-    plan: Plan,
-    source: OpenTarget,
-    place: Place,
-    budget: WriteLimits,
-    options: WriteOptions,
-    files: Mapping[str, SourceFiles] | None = None,
-) -> Written | Report:
+def write(plan: Plan, place: Place, budget: WriteLimits, options: WriteOptions) -> Written | Report:
     """Write, verify, seal and publish a step; a `Report` if the new step is not complete.
 
-    `files` are the records of each part, if they are not in shard files. Every process of
-    the group calls this, and rank 0 publishes; the others get the result of a step that is
-    not published yet. Raises `SourceDamaged` if the source does not match what was saved,
-    `UsageError` if the target exists, `StorageError`.
+    Every process of the group calls this, and rank 0 publishes; the others get the result of a
+    step that is not published yet. Raises `SourceDamaged` if the source does not match what was
+    saved, `UsageError` if the target exists, `StorageError`.
     """
     group = options.group
     # Before anything is written, and where an error of one process ends the others.
@@ -160,7 +165,7 @@ def write(
             "written, they were called differently, or do not see the same storage"
         )
     on_progress = group.watch(options.on_progress)
-    work = _Work(plan, source, place, budget, on_progress, files)
+    work = _Work(plan, place, budget, on_progress)
     group.from_first(work.check_place)
     own = share_of(plan.shards, group.rank, group.size)
     continued = group.share(lambda: work.write_shards(own))[group.rank]
@@ -191,19 +196,15 @@ class _Work:
     def __init__(
         self,
         plan: Plan,
-        source: OpenTarget,
         place: Place,
         budget: WriteLimits,
         on_progress: OnProgress | None,
-        files: Mapping[str, SourceFiles] | None,
     ) -> None:
         self.plan = plan
         self.place = place
         self.identity = plan.identity
-        self._source = source
         self._budget = budget
         self._on_progress = on_progress
-        self._files = files or source_files(source, (part.source for part in plan.parts))
         self._folder = place.written_at(self.identity)
 
     def check_place(self) -> None:
@@ -261,7 +262,7 @@ class _Work:
         self, file: TargetFile, part: PartPlan, progress: WriteProgress
     ) -> Callable[[], None]:
         def task() -> None:
-            copy = FileCopy(file, self._files[part.source.path], self._budget.buffers, progress.add)
+            copy = FileCopy(file, part.source.files, self._budget.buffers, progress.add)
             store = self.place.store
             store.put_pieces(f"{self._folder}/{file.path}", copy.pieces, file.n_bytes)
             name = self.place.name
@@ -278,7 +279,6 @@ class _Work:
             try:
                 prove(
                     part.source,
-                    self._files[part.source.path],
                     self._pieces(part),
                     self._budget.buffers.held,
                     Limits(self._budget.jobs, on_progress=on_progress),
@@ -306,17 +306,14 @@ class _Work:
 
     def write_others(self) -> None:
         """Copy the sidecars, and on a file system write the metadata."""
-        store = self.place.store
+        store, opened = self.place.store, self.plan.source.opened
         expected = {file.path for file in self.plan.shards}
-        for one in self.plan.files:
-            path = f"{self._source.name}/{one.file.path}"
-            size = one.file.size
-            store.put_pieces(
-                f"{self._folder}/{one.file.path}",
-                lambda path=path, size=size: _whole(self._source.store, path, size),  # type: ignore[misc]
-                size,
-            )
-            expected.add(one.file.path)
+        for sidecar in self.plan.files:
+            assert opened is not None  # noqa: S101 - only a step has sidecars
+            path, size = sidecar.file.path, sidecar.file.size
+            pieces = partial(_whole, opened.store, opened.in_store(path), size)
+            store.put_pieces(f"{self._folder}/{path}", pieces, size)
+            expected.add(path)
         if self.place.is_moved:
             for path, data in (self._metadata() | self._data_ledger()).items():
                 store.put(f"{self._folder}/{path}", data, replace=True)
@@ -325,8 +322,9 @@ class _Work:
 
     def _data_ledger(self) -> dict[str, bytes]:
         """The data ledger of the source, for the new step: it is that of one metadata file."""
-        fields, _ = self._source.read_data_ledger()
+        opened = self.plan.source.opened
         metadata = [*self._metadata().values()]
+        fields = None if opened is None else opened.read_data_ledger()[0]
         if fields is None or len(metadata) != 1:
             return {}
         return {DATA_FILE: data_bytes({**fields, "metadata": sha256_of(metadata[0])})}
@@ -397,3 +395,105 @@ def _whole(store: Store, path: str, size: int) -> Iterator[memoryview]:
             piece = buffer[: min(len(buffer), size - at)]
             file.read_into(at, piece)
             yield piece
+
+
+# A step whose metadata is not written yet
+
+
+D = TypeVar("D", bytes, Data)
+_Read = Callable[[Iterable[Span]], Iterator[tuple[Span, D]]]
+
+
+def with_files(store: Store, files: Mapping[str, bytes]) -> Store:
+    """The store with a few small files in memory, by path, that are not written yet.
+
+    Object stores have no rename: the metadata completes a step and is written last. To inspect
+    the step before that, its store is shown with the metadata in memory.
+    """
+    return cast("Store", _WithFiles(store, files))
+
+
+class _WithFiles(Wrapped):
+    """See `Store`."""
+
+    def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
+        super().__init__(store)
+        self._files = files
+
+    @property
+    def folders(self) -> None:
+        """See `Store.folders`: none, since the files in memory are in no folder."""
+        return
+
+    def list_dir(self, path: str = "") -> Sequence[FileInfo]:
+        return self._with(self._store.list_dir(path), f"{path}/" if path else "", deep=False)
+
+    def list_tree(self, path: str = "") -> Sequence[FileInfo]:
+        return self._with(self._store.list_tree(path), f"{path}/" if path else "", deep=True)
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        data = self._files.get(path)
+        return self._store.read(path, limit=limit) if data is None else data
+
+    def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
+        return self._with_own(self._store.read_spans, spans)
+
+    def view_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
+        return self._with_own(self._store.view_spans, spans)
+
+    def _with_own(self, read: _Read[D], spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | D]]:
+        """Each span with its bytes: those of the store by `read`."""
+        asked: deque[Span] = deque()
+
+        def others() -> Iterator[Span]:
+            for span in spans:
+                asked.append(span)
+                if span.path not in self._files:
+                    yield span
+
+        for _, data in read(others()):
+            while asked[0].path in self._files:
+                yield self._from_memory(asked.popleft())
+            yield asked.popleft(), data
+        while asked:
+            yield self._from_memory(asked.popleft())
+
+    def open_file(self, path: str) -> OpenFile:
+        data = self._files.get(path)
+        return self._store.open_file(path) if data is None else _InMemory(data)
+
+    def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
+        asked = [*paths]
+        there = self._store.kept(path for path in asked if path not in self._files)
+        known = {kept.path: kept for kept in there}
+        for path in asked:
+            yield known.get(path) or Kept(path, why_none="it is not written yet")
+
+    def retrying(self, retries: Retries) -> Store:
+        return with_files(self._store.retrying(retries), self._files)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _from_memory(self, span: Span) -> tuple[Span, bytes]:
+        return span, self._files[span.path][span.offset : span.offset + span.length]
+
+    def _with(self, found: Sequence[FileInfo], prefix: str, *, deep: bool) -> Sequence[FileInfo]:
+        there = {info.path for info in found}
+        more = [
+            FileInfo(path, len(data))
+            for path, data in self._files.items()
+            if path.startswith(prefix) and path not in there
+            if deep or "/" not in path[len(prefix) :]
+        ]
+        return sorted([*found, *more], key=attrgetter("path"))
+
+
+class _InMemory(Closing):
+    """See `OpenFile`."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        spread(self._data[offset : offset + sum(map(len, buffers))], buffers)

@@ -12,10 +12,11 @@ publishes the result.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Protocol
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
@@ -31,24 +32,51 @@ from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place
-from ckptctl.resharding.planning import TargetFile
-from ckptctl.resharding.reading import Piece as Run
-from ckptctl.resharding.reading import SliceReader, SourceFiles, read_values
 from ckptctl.resharding.results import left_out
-from ckptctl.resharding.sources import Source, SourceBytes, SourcePart, SourceTensor
-from ckptctl.resharding.writing import (
-    FileCopy,
-    WriteLimits,
-    WriteProgress,
-    in_threads,
-    prove,
+from ckptctl.resharding.sources import (
+    Piece,
+    SliceReader,
+    Source,
+    SourceBytes,
+    SourcePart,
+    SourceTensor,
+    read_values,
 )
+from ckptctl.resharding.writing import WriteLimits, WriteProgress, in_threads, prove
 from ckptctl.storage.opening import join_url
 
 FILE_BYTES = 5_000_000_000
 """The default limit on the size of a safetensors file."""
 
 _INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A tensor of the result: its name there, and where it comes from."""
+
+    name: str
+    part: SourcePart
+    tensor: SourceTensor
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of its elements."""
+        return self.tensor.n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFile:
+    """A file of the result. `name` is below the target; empty if that is the file itself.
+
+    `between` returns the bytes between the tensors of which it gets the checksums, and the next
+    one.
+    """
+
+    name: str
+    tensors: tuple[WholeTensor, ...]
+    n_bytes: int
+    between: Callable[[Sequence[int]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +134,12 @@ def to_safetensors(
         n_bytes += one.n_bytes
     files = [_safetensors_file(n, len(groups), group) for n, group in enumerate(groups, 1)]
     if alone:
-        files = [_SafetensorsFile("", file.tensors, file.header) for file in files]
+        files = [replace(file, name="") for file in files]
     beside: tuple[tuple[str, bytes], ...] = ()
     if len(files) > 1:
-        of = {tensor.name: file.name for file in files for tensor in file.tensors}
-        beside = ((_INDEX, index_bytes(of, sum(map(_elements, files)))),)
+        names = {tensor.name: file.name for file in files for tensor in file.tensors}
+        n_elements = sum(tensor.n_bytes for tensor in tensors.values())
+        beside = ((_INDEX, index_bytes(names, n_elements)),)
     others = [entry.fqn for part in source.parts for entry in _others(part, only_model)]
     findings = [*_files_left_out(source)]
     if others:
@@ -119,7 +148,7 @@ def to_safetensors(
     return Export(tuple(files), beside, 0, len(others), tuple(findings))
 
 
-def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) -> Export:
+def to_flat(source: Source, *, only_model: bool) -> Export:
     """A step as one `torch.save` file: the nested state, with all plain values.
 
     Raises `UsageError` if key paths contradict each other, and `SourceDamaged`. Cost: one read per
@@ -129,7 +158,7 @@ def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) 
     leaves: list[Leaf] = []
     others: list[str] = []
     for part in source.parts:
-        for entry, value in read_values(files[part.path], [*_others(part, only_model)]):
+        for entry, value in read_values(part.files, [*_others(part, only_model)]):
             if isinstance(value, NotPlain):
                 others.append(str(value))
             else:
@@ -144,7 +173,8 @@ def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) 
     except NotPlain as error:
         raise UsageError(f"{source.url}: {error}") from error
     sizes = [one.n_bytes for one in tensors.values()]
-    file = _FlatFile(tuple(tensors.values()), Archive(pickled_state(state), sizes))
+    archive = Archive(pickled_state(state), sizes)
+    file = WholeFile("", tuple(tensors.values()), archive.n_bytes, archive.between)
     findings = [*_files_left_out(source)]
     if others:
         named = counted(len(others), "entry", "entries")
@@ -155,43 +185,6 @@ def to_flat(source: Source, files: dict[str, SourceFiles], *, only_model: bool) 
 def _stub(tensor: TensorEntry, key: str) -> TensorStub:
     shape = tensor.shape
     return TensorStub(tensor.dtype, shape, strides_of(shape), 0, key, prod(shape))
-
-
-@dataclass(frozen=True, slots=True)
-class _SafetensorsFile:
-    """See `WholeFile`."""
-
-    name: str
-    tensors: tuple[WholeTensor, ...]
-    header: bytes
-
-    @property
-    def n_bytes(self) -> int:
-        return len(self.header) + _elements(self)
-
-    def between(self, crcs: Sequence[int]) -> bytes:
-        """See `WholeFile.between`: the elements follow each other without a gap."""
-        return b"" if crcs else self.header
-
-
-@dataclass(frozen=True, slots=True)
-class _FlatFile:
-    """See `WholeFile`."""
-
-    tensors: tuple[WholeTensor, ...]
-    archive: Archive
-    name: str = ""
-
-    @property
-    def n_bytes(self) -> int:
-        return self.archive.n_bytes
-
-    def between(self, crcs: Sequence[int]) -> bytes:
-        return self.archive.between(crcs)
-
-
-def _elements(file: WholeFile) -> int:
-    return sum(tensor.n_bytes for tensor in file.tensors)
 
 
 def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, WholeTensor]:
@@ -216,12 +209,15 @@ def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, Whole
     return tensors
 
 
-def _safetensors_file(number: int, total: int, group: Sequence[WholeTensor]) -> _SafetensorsFile:
+def _safetensors_file(number: int, total: int, group: Sequence[WholeTensor]) -> WholeFile:
     name = f"model-{number:05}-of-{total:05}{SUFFIX}" if total > 1 else f"model{SUFFIX}"
     # The format requires larger elements first, for alignment.
     in_order = sorted(group, key=lambda t: (-DTYPE_SIZES[t.tensor.entry.dtype], t.name))
     entries = [(t.name, t.tensor.entry.dtype, t.tensor.entry.shape, t.n_bytes) for t in in_order]
-    return _SafetensorsFile(name, tuple(in_order), header_bytes(entries))
+    header = header_bytes(entries)
+    n_bytes = len(header) + sum(tensor.n_bytes for tensor in in_order)
+    # The elements follow each other without a gap.
+    return WholeFile(name, tuple(in_order), n_bytes, lambda crcs: b"" if crcs else header)
 
 
 def _others(part: SourcePart, only_model: bool) -> Iterator[SourceBytes]:
@@ -236,55 +232,17 @@ def _files_left_out(source: Source) -> Iterator[Finding]:
         yield left_out(f"{counted(len(held), 'file')} of train state beside the shards", held)
 
 
-@dataclass(frozen=True, slots=True)
-class WholeTensor:
-    """A tensor of the result: its name there, and where it comes from."""
-
-    name: str
-    part: SourcePart
-    tensor: SourceTensor
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of its elements."""
-        return self.tensor.n_bytes
-
-
-class WholeFile(Protocol):
-    """A file of the result. `name` is below the target; empty if that is the file itself."""
-
-    @property
-    def name(self) -> str:
-        """Its path below the target."""
-        ...
-
-    @property
-    def tensors(self) -> Sequence[WholeTensor]:
-        """The tensors in it, in order."""
-        ...
-
-    @property
-    def n_bytes(self) -> int:
-        """Its size."""
-        ...
-
-    def between(self, crcs: Sequence[int]) -> bytes:
-        """The bytes between the first tensors, whose checksums are `crcs`, and the next one."""
-        ...
-
-
 def write_export(
     source: Source,
     export: Export,
-    files: Mapping[str, SourceFiles],
     place: Place,
     room: WriteLimits,
     on_progress: OnProgress | None,
 ) -> None:
     """Write, verify, read again, publish.
 
-    `files` are the records of each part of `source` by its path. Raises `SourceDamaged` if the
-    source does not match what was saved, `UsageError` if the target exists, `StorageError`.
+    Raises `SourceDamaged` if the source does not match what was saved, `UsageError` if the target
+    exists, `StorageError`.
     """
     store = place.store
     there = place.there()
@@ -299,59 +257,37 @@ def write_export(
             f"{place.url} already exists; nothing is replaced: choose another name",
             next_command=command_line("show", place.url),
         )
-    n_bytes = sum(file.n_bytes for file in export.files)
-    place.make_room(n_bytes)
+    place.make_room(export.n_bytes)
     content = repr([(file.name, file.between(())) for file in export.files]) + source.url
     digests = repr([part.digests for part in source.parts])
     identity = sha256_of((content + digests).encode("utf-8", "surrogateescape"))[:32]
-    work = _Work(export, place, identity)
+    target = place.written_at(identity)
+
+    def path_of(name: str) -> str:
+        return f"{target}/{name}" if name else target
+
     progress, proving = WriteProgress(), threading.Lock()
-    copies = [_Copy(file, files, room, progress, proving) for file in export.files]
-    in_threads([work.task(copy) for copy in copies], room.jobs, progress, n_bytes, on_progress)
+    copies = [_Copy(file, room, progress, proving) for file in export.files]
+    tasks = [
+        partial(store.put_pieces, path_of(copy.file.name), copy.pieces, copy.file.n_bytes)
+        for copy in copies
+    ]
+    in_threads(tasks, room.jobs, progress, export.n_bytes, on_progress)
     source.check_unchanged()
-    work.read_again(copies, Limits(room.jobs))
+    runs = [CrcRun(path_of(copy.file.name), 0, copy.file.n_bytes) for copy in copies]
+    read_runs(store, runs, Limits(room.jobs))
+    for copy, run in zip(copies, runs, strict=True):
+        if run.crc != copy.crc:
+            end = "nothing was published" if place.is_moved else "remove its leftovers"
+            named = copy.file.name or place.name
+            raise StorageUnavailable(f"{place.url}: {named} does not read back as written; {end}")
     for name, data in export.beside:
-        store.put(work.path(name), data, replace=True)
-    work.publish()
-
-
-class _Work:
-    """The paths of the files while they are written, and after publication."""
-
-    def __init__(self, export: Export, place: Place, identity: str) -> None:
-        self._names = {file.name for file in export.files} | {name for name, _ in export.beside}
-        self._place = place
-        self._identity = identity
-        self._target = place.written_at(identity)
-
-    def path(self, name: str) -> str:
-        """The path to which a file is written."""
-        return f"{self._target}/{name}" if name else self._target
-
-    def task(self, copy: _Copy) -> Callable[[], None]:
-        """The task that writes a file."""
-        path = self.path(copy.file.name)
-        return lambda: self._place.store.put_pieces(path, copy.pieces, copy.file.n_bytes)
-
-    def read_again(self, copies: Sequence[_Copy], limits: Limits) -> None:
-        """Raise `StorageUnavailable` if a file does not read back as it was written."""
-        runs = [CrcRun(self.path(copy.file.name), 0, copy.file.n_bytes) for copy in copies]
-        read_runs(self._place.store, runs, limits)
-        for copy, run in zip(copies, runs, strict=True):
-            if run.crc != copy.crc:
-                end = "nothing was published" if self._place.is_moved else "remove its leftovers"
-                named = copy.file.name or self._place.name
-                raise StorageUnavailable(
-                    f"{self._place.url}: {named} does not read back as written; {end}"
-                )
-
-    def publish(self) -> None:
-        """Publish the result, atomically where the storage can."""
-        if not self._place.is_moved:
-            return
-        if "" not in self._names:
-            self._place.clear(self._target, self._names)
-        self._place.move(self._identity)
+        store.put(path_of(name), data, replace=True)
+    if place.is_moved:
+        names = {file.name for file in export.files} | {name for name, _ in export.beside}
+        if "" not in names:
+            place.clear(target, names)
+        place.move(identity)
 
 
 class _Copy:
@@ -360,7 +296,6 @@ class _Copy:
     def __init__(
         self,
         file: WholeFile,
-        files: Mapping[str, SourceFiles],
         room: WriteLimits,
         progress: WriteProgress,
         proving: threading.Lock,
@@ -368,7 +303,6 @@ class _Copy:
         self.file = file
         self.crc = 0
         self._proving = proving
-        self._files = files
         self._room = room
         self._written = progress
 
@@ -378,41 +312,36 @@ class _Copy:
         Raises `SourceDamaged` before the last piece if the source does not match what was saved.
         """
         crcs: list[int] = []
-        proof: dict[str, list[Run]] = {}
+        proof: dict[str, list[Piece]] = defaultdict(list)
         block = memoryview(bytearray(self._room.buffers.block))
         before = self.file.between(crcs)
         self.crc = crc32(before)
         yield memoryview(before)
-        for one in self.file.tensors:
-            files = self._files[one.part.path]
-            copy = FileCopy(
-                TargetFile(self.file.name, 0), files, self._room.buffers, self._written.add
-            )
-            every = TensorSlice.whole(one.tensor.entry.shape)
+        for whole in self.file.tensors:
+            every = TensorSlice.whole(whole.tensor.entry.shape)
             crc = 0
-            with SliceReader(files, self._room.buffers) as reader:
-                for part in copy.elements(one.tensor, every, reader, block):
+            with SliceReader(whole.part.files, self._room.buffers, self._written.add) as reader:
+                for part in reader.elements(whole.tensor, every, block):
                     crc = crc32_combine(crc, part.crc, len(part.data))
                     yield part.data
-            proof.setdefault(one.part.path, []).extend(copy.proof)
+            proof[whole.part.path] += reader.proof
             crcs.append(crc)
             if len(crcs) == len(self.file.tensors):
                 self._prove(proof)
-            self.crc = crc32_combine(self.crc, crc, one.n_bytes)
+            self.crc = crc32_combine(self.crc, crc, whole.n_bytes)
             if behind := self.file.between(crcs):
                 self.crc = crc32(behind, self.crc)
                 yield memoryview(behind)
 
-    def _prove(self, proof: Mapping[str, Sequence[Run]]) -> None:
+    def _prove(self, proof: Mapping[str, Sequence[Piece]]) -> None:
         """Compare every record that went into the file with its checksum."""
-        for part in {one.part.path: one.part for one in self.file.tensors}.values():
+        for part in {whole.part.path: whole.part for whole in self.file.tensors}.values():
             # One file at a time: reading records again takes memory too.
             with self._proving:
                 prove(
                     part,
-                    self._files[part.path],
                     proof[part.path],
                     self._room.buffers.held,
                     Limits(self._room.jobs),
-                    only=[t.tensor.entry.fqn for t in self.file.tensors if t.part is part],
+                    only=[whole.tensor.fqn for whole in self.file.tensors if whole.part is part],
                 )

@@ -1,18 +1,17 @@
-"""Make a step of sharded DCP from a `torch.save` file or a safetensors model.
+"""Make a step of sharded DCP from a `torch.save` file, a safetensors model, or the files of a save.
 
-The step is planned, written, verified, sealed and published like a reshard. No code from the
-files runs: `flat_files` reads those of `torch.save`.
+The step is planned, written, verified, sealed and published like a reshard. `reading` reads
+the files, and no code from them runs.
 
-The files of a safetensors model hold whole tensors, or the slices that DCP's Hugging Face
-writer puts into each shard. Headers give the position of the elements; no checksum verifies
-them, so a file that is written to in the meantime is detected by its size and time. Whether
-the files are complete is checked in `inspection.rank_files` and `inspection.safetensors`.
+Hugging Face's Trainer and accelerate write the model to safetensors or a `torch.save` file, each
+optimizer to a `torch.save` file, and everything small to files beside them. Model and optimizers
+become parts of sharded DCP, in the folders in which both programs save them with FSDP; the other
+files are copied unchanged, as `reshard` does with sidecars.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,61 +21,102 @@ from typing import NamedTuple
 
 from ckptctl.errors import RecordUnreadable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
-from ckptctl.formats.archive.safetensors import (
-    INDEX_SUFFIX,
-    MAX_HEADER,
-    PREFIX,
-    SUFFIX,
-    TORCH_NAMES,
-    StoredTensor,
-    parse_header,
-    parse_index,
-)
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.frameworks.file_names import kind_of_file, lost_before_others
+from ckptctl.formats.frameworks.layouts import FLAT_SUFFIXES, is_own
+from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.shape import check_unchanged
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.inspection.train_state import NO_STATE
-from ckptctl.model import (
-    ByteRange,
-    FileInfo,
-    Level,
-    Part,
-    PartFormat,
-)
+from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step
 from ckptctl.options import StorageOptions
-from ckptctl.records.reads import read_headers
-from ckptctl.records.slices import TensorSlice, row_major
+from ckptctl.outside_numbers import clamped
 from ckptctl.resharding.executing import Place, WriteOptions, write
-from ckptctl.resharding.flat_files import read_flat
-from ckptctl.resharding.mesh import Mesh
-from ckptctl.resharding.planning import Plan, Wanted, plan
-from ckptctl.resharding.reading import Opened, SourceFiles
+from ckptctl.resharding.planning import Mesh, Wanted, plan
+from ckptctl.resharding.reading import SafetensorsPart, files_of_index, open_flat, read_safetensors
 from ckptctl.resharding.results import Converted, left_out, not_converted
 from ckptctl.resharding.sources import (
+    RankFile,
     Source,
-    SourceChunk,
     SourceDamaged,
     SourcePart,
-    SourceTensor,
     check_is_copied,
-    part_of,
     refusal,
     source_in,
-    tensor_entry,
 )
-from ckptctl.resharding.state_files import (
-    MODEL_FOLDERS,
-    OPTIMIZER_FOLDERS,
-    STATE_BESIDE,
-    FilePart,
-    StateFiles,
-    read_state_file,
-)
-from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
+
+MODEL_FOLDERS = "pytorch_model_fsdp_{}"
+OPTIMIZER_FOLDERS = "optimizer_{}"
+"""Where accelerate saves the models and optimizers of FSDP, by their numbers.
+
+Source: accelerate 1.15 `accelerate/utils/constants.py`, `accelerate/utils/fsdp_utils.py`.
+"""
+
+_NUMBERED = re.compile(
+    r"(?P<stem>(?:pytorch_)?model|optimizer)(?:_(?P<number>[1-9][0-9]{0,5}))?"
+    r"(?:-[0-9]+-of-[0-9]+)?(?P<end>\.bin|\.safetensors(?:\.index\.json)?)"
+)
+"""How transformers and accelerate name models and optimizers: the first has no number.
+
+Source: accelerate 1.15 `accelerate/checkpointing.py` (`save_accelerator_state`), transformers 4.57
+`transformers/utils/__init__.py` (`WEIGHTS_NAME`, `SAFE_WEIGHTS_NAME`).
+"""
+
+STATE_BESIDE = frozenset({"optimizer", "scheduler", "rng"})
+"""The kinds of files beside a model without which a resume is another run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The arguments of `convert`.
+
+    `world_size` None is the number of ranks that the source has files of, or 1.
+    """
+
+    source: str
+    target: str
+    world_size: int | None
+    only_model: bool
+    strip: str
+    under: str
+    file_bytes: int | None
+    options: WriteOptions
+
+    @property
+    def name(self) -> str:
+        """The last name of the target."""
+        return base_name(self.target)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the target is named as a file of `torch.save`."""
+        return self.name.endswith(FLAT_SUFFIXES)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the target is named as one file."""
+        return self.is_flat or self.name.endswith(SUFFIX)
+
+    @property
+    def anyway(self) -> str:
+        """The same command with `--accept-unverifiable`."""
+        words = ["convert", self.source, self.target]
+        words += [] if self.world_size is None else ["--world-size", str(self.world_size)]
+        words += ["--only", "model"] if self.only_model else []
+        words += ["--under", self.under] if self.under else []
+        return command_line(*words, "--accept-unverifiable")
+
+    def refuses(self, report: Report) -> bool:
+        """Whether the source must be refused because it is not complete."""
+        return refusal(report, accept_unverifiable=self.options.accept_unverifiable)
+
+
+# From one file
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +137,9 @@ class OneFile:
 
         def changes() -> Iterator[Finding]:
             listed = list_if_there(self.store, "")
-            return check_unchanged(self.url, files, [one for one in listed if one.path in names])
+            return check_unchanged(self.url, files, [file for file in listed if file.path in names])
 
         return Source(self.url, report, (part,), (), changes)
-
-
-@dataclass(frozen=True, slots=True)
-class Into:
-    """The step to create: its place, the number of ranks, its content, and how to write it.
-
-    `world_size` None is the number of ranks that the source has files of, or 1.
-    `anyway` is the same command with `--accept-unverifiable`, for use in refusals.
-    """
-
-    place: Place
-    world_size: int | None
-    only_model: bool
-    under: str
-    options: WriteOptions
-    anyway: str
 
 
 @contextmanager
@@ -126,29 +150,26 @@ def one_file(source: str, storage: StorageOptions) -> Iterator[OneFile | None]:
         yield None
         return
     with open_store(parent_url(source), storage) as store:
-        yield OneFile(store, found) if (found := _found(store, name)) else None
+        listed = (file for file in list_if_there(store, "") if file.path == name)
+        file = next((file for file in listed if file.kind == "file"), None)
+        yield None if file is None else OneFile(store, file)
 
 
-def _found(store: Store, name: str) -> FileInfo | None:
-    listed = list_if_there(store, "")
-    return next((file for file in listed if file.path == name and file.kind == "file"), None)
-
-
-def import_flat(source: OneFile, into: Into) -> Converted:
+def import_flat(source: OneFile, asked: Conversion, place: Place) -> Converted:
     """Write a step from a file of `torch.save`; see `converting.convert`."""
     report = _report(source, "flat")
     try:
-        flat = read_flat(source.store, source.file, source.url, only_model=into.only_model)
+        flat = open_flat(source.store, source.file, source.url)
+        part = flat.part(only_model=asked.only_model)
     except SourceDamaged as damage:
-        return not_converted(source.url, into.place.url, report.with_findings(damage.finding))
+        return not_converted(source.url, place.url, report.with_findings(damage.finding))
     if not flat.has_crcs:
         why = "was saved without checksums: its bytes cannot be verified"
-        report = report.with_findings(_unproven(source.file.path, why, into))
-    made = source.source(report, flat.part, [source.file])
-    return _import(made, source, {"": flat.files}, (), into)
+        report = report.with_findings(_unproven(source.file.path, why, asked))
+    return _import(source.source(report, part, [source.file]), (), asked, place)
 
 
-def import_file(source: OneFile, into: Into) -> Converted:
+def import_file(source: OneFile, asked: Conversion, place: Place) -> Converted:
     """Write a step from one file of safetensors, or from those that an index names."""
     report = _report(source, "safetensors")
     files: Sequence[FileInfo] = (source.file,)
@@ -157,156 +178,16 @@ def import_file(source: OneFile, into: Into) -> Converted:
             files = files_of_index(source.store, source.file, source.url)
     except RecordUnreadable as error:
         finding = Finding(error.code, source.file.path, error.message)
-        return not_converted(source.url, into.place.url, report.with_findings(finding))
+        return not_converted(source.url, place.url, report.with_findings(finding))
     part = Part("", PartFormat.SAFETENSORS, tuple(files))
     for finding in inspect_safetensors(source.store, "", part):
         report = report.with_findings(finding)
     why = "is a safetensors file, which carries no checksums: its bytes cannot be verified"
-    report = report.with_findings(_unproven(source.file.path, why, into))
-    if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
-        return not_converted(source.url, into.place.url, report)
-    read = read_safetensors(source.store, "", source.url, part, under=into.under)
-    made = source.source(report, read.part, files)
-    return _import(made, source, {"": read.files}, (), into)
-
-
-def import_folder(
-    found: OpenTarget, inspected: Inspection, save: StateFiles | None, into: Into
-) -> Converted:
-    """Write a step from the files of one `save`, or from the folders of safetensors in a folder."""
-    report = inspected.report
-    if refusal(report, accept_unverifiable=into.options.accept_unverifiable):
-        return not_converted(found.url, into.place.url, _with_next(report, into))
-    if save is not None:
-        return _import_save(found, inspected, save, into)
-    read, notes = _safetensors(found, inspected, into.under)
-    kinds = {
-        file.path: kind
-        for file in inspected.step.files
-        if (kind := kind_of_file(inspected.step.layout, file.path))
-        and not file.path.endswith(SUFFIX)
-    }
-    state = [path for path, kind in kinds.items() if not STATE_BESIDE.isdisjoint(kind.names)]
-    if state and not into.only_model:
-        raise UsageError(
-            f"{found.url}: {some_of(state)} beside the safetensors would be left out; --only "
-            "model converts the model alone",
-            instead="--only model",
-        )
-    others = [*kinds]
-    notes += _left_out(others, "of train state beside the safetensors")
-    step = source_in(inspected, [part.part for part in read])
-    return _import(step, found, {part.part.path: part.files for part in read}, notes, into)
-
-
-def _safetensors(
-    found: OpenTarget, inspected: Inspection, under: str
-) -> tuple[list[SafetensorsPart], list[Finding]]:
-    """The folders of safetensors that make a step, and notes about what is left out."""
-    folders = [folder for part in inspected.parts for folder in part.safetensors]
-    # If the folder holds a model, folders below hold its shards again, or another model.
-    model = [folder for folder in folders if not folder.path] or folders
-    below = [folder.path for folder in folders if folder not in model]
-    read = [
-        read_safetensors(found.store, folder.folder, found.url, folder.part, under=under)
-        for folder in model
-    ]
-    unnamed = [name for part in read for name in part.unnamed]
-    return read, [
-        *_left_out(unnamed, "of safetensors that the index does not name"),
-        *_left_out(below, "of safetensors below", "folder"),
-    ]
-
-
-def _import_save(
-    found: OpenTarget, inspected: Inspection, save: StateFiles, into: Into
-) -> Converted:
-    """Write a step with a part for the model and for each optimizer of one save."""
-    parts: list[FilePart] = []
-    for other in save.others:
-        check_is_copied(found.url, other.file)
-    if save.lost:
-        path = save.lost[0]
-        message = f"{path} is not there, and a file of a later number is"
-        report = inspected.report.with_findings(
-            Finding("file.missing", path, message, next_command="ckptctl explain file.missing")
-        )
-        return not_converted(found.url, into.place.url, report)
-    folders = [folder for part in inspected.parts for folder in part.safetensors]
-    below = [folder.path for folder in folders if folder.path]
-    notes = [*_left_out(below, "of safetensors below", "folder")]
-    try:
-        for number, files in save.models.items():
-            path = MODEL_FOLDERS.format(number)
-            if not files[0].path.endswith((SUFFIX, INDEX_SUFFIX)):
-                parts.append(read_state_file(found, files[0], path, "model"))
-                continue
-            top = next(folder for folder in folders if not folder.path)
-            of_model = replace(top.part, files=tuple(files))
-            under = into.under or "model"
-            model = read_safetensors(found.store, top.folder, found.url, of_model, under=under)
-            if model.unnamed:
-                raise UsageError(
-                    f"{found.url}: {model.unnamed[0]} is not in the index of the model: move it "
-                    "away, or the index and the files that it names",
-                    next_command=command_line("show", found.url),
-                )
-            parts.append(FilePart(replace(model.part, path=path), model.files))
-        for number, file in save.optimizers.items():
-            path = OPTIMIZER_FOLDERS.format(number)
-            parts.append(read_state_file(found, file, path, "optimizer"))
-    except SourceDamaged as damage:
-        report = inspected.report.with_findings(damage.finding)
-        return not_converted(found.url, into.place.url, report)
-    source = source_in(inspected, [part.part for part in parts], save.others)
-    ranks = {file.rank for file in save.others if file.rank is not None}
-    for_ranks = replace(into, world_size=into.world_size or len(ranks) or 1)
-    return _import(source, found, {part.part.path: part.files for part in parts}, notes, for_ranks)
-
-
-def import_shards(
-    read: Source,
-    found: OpenTarget,
-    files: Mapping[str, SourceFiles],
-    left: Sequence[str],
-    into: Into,
-) -> Converted:
-    """Write a step from the shards of ranks; `left` are the files of which nothing is taken."""
-    return _import(read, found, files, [*_left_out(left, "of train state of each rank")], into)
-
-
-def _import(
-    read: Source,
-    source: OneFile | OpenTarget,
-    files: Mapping[str, SourceFiles],
-    notes: Sequence[Finding],
-    into: Into,
-) -> Converted:
-    if refusal(read.report, accept_unverifiable=into.options.accept_unverifiable):
-        return not_converted(source.url, into.place.url, read.report)
-    mesh = Mesh((("dp", into.world_size or 1),))
-    planned = plan(read, Wanted(mesh, only_model=into.only_model))
-    if not any(part.entries for part in planned.parts):
-        asked = "no model" if into.only_model else "no entries"
-        raise UsageError(
-            f"{source.url} holds {asked}, so a step cannot be made",
-            without=("--only",) if into.only_model else (),
-        )
-    name = source.file.path if isinstance(source, OneFile) else source.name
-    try:
-        written = write(
-            planned,
-            OpenTarget(source.store, name, ()),
-            into.place,
-            into.options.budget(source.store, into.place.store),
-            into.options,
-            files,
-        )
-    except SourceDamaged as damage:
-        return not_converted(source.url, into.place.url, read.with_damage(damage))
-    if isinstance(written, Report):
-        return not_converted(source.url, into.place.url, written)
-    return _answer(source, into, planned, read.report, written.report, notes)
+    report = report.with_findings(_unproven(source.file.path, why, asked))
+    if asked.refuses(report):
+        return not_converted(source.url, place.url, report)
+    read = read_safetensors(source.store, "", source.url, part, under=asked.under)
+    return _import(source.source(report, read.part, files), (), asked, place)
 
 
 def _report(source: OneFile, layout: str) -> Report:
@@ -332,28 +213,120 @@ def _report(source: OneFile, layout: str) -> Report:
     )
 
 
-def _unproven(path: str, why: str, into: Into) -> Finding:
+def _unproven(path: str, why: str, asked: Conversion) -> Finding:
     return Finding(
         "record.unverifiable",
         path,
         f"{path} {why}",
         expected="a checksum for each tensor",
         found="none",
-        next_command=into.anyway,
+        next_command=asked.anyway,
     )
 
 
-def _with_next(report: Report, into: Into) -> Report:
-    """The report, with the next command for the findings that prevent the conversion."""
-    copied = ["cp", "-rL", report.url, f"{report.url}-copy"]
-    helps = {"record.unverifiable": into.anyway, "step.linked": shlex.join(copied)}
-    return replace(
-        report,
-        findings=tuple(
+# From the files of a folder
+
+
+def import_folder(
+    inspected: Inspection, save: StateFiles | None, asked: Conversion, place: Place
+) -> Converted:
+    """Write a step from the files of one `save`, or from the folders of safetensors in a folder."""
+    report = inspected.report
+    if asked.refuses(report):
+        copied = ["cp", "-rL", report.url, f"{report.url}-copy"]
+        helps = {"record.unverifiable": asked.anyway, "step.linked": shlex.join(copied)}
+        findings = (
             replace(finding, next_command=helps.get(finding.code, finding.next_command))
             for finding in report.findings
-        ),
-    )
+        )
+        return not_converted(report.url, place.url, replace(report, findings=tuple(findings)))
+    if save is not None:
+        return _import_save(inspected, save, asked, place)
+    read, notes = _safetensors(inspected, asked.under)
+    kinds = {
+        file.path: kind
+        for file in inspected.step.files
+        if (kind := kind_of_file(inspected.step.layout, file.path))
+        and not file.path.endswith(SUFFIX)
+    }
+    state = [path for path, kind in kinds.items() if not STATE_BESIDE.isdisjoint(kind.names)]
+    if state and not asked.only_model:
+        raise UsageError(
+            f"{report.url}: {some_of(state)} beside the safetensors would be left out; --only "
+            "model converts the model alone",
+            instead="--only model",
+        )
+    notes += _left_out([*kinds], "of train state beside the safetensors")
+    return _import(source_in(inspected, [folder.part for folder in read]), notes, asked, place)
+
+
+def _safetensors(inspected: Inspection, under: str) -> tuple[list[SafetensorsPart], list[Finding]]:
+    """The folders of safetensors that make a step, and notes about what is left out."""
+    opened = inspected.opened
+    folders = [folder for part in inspected.parts for folder in part.safetensors]
+    # If the folder holds a model, folders below hold its shards again, or another model.
+    model = [folder for folder in folders if not folder.path] or folders
+    below = [folder.path for folder in folders if folder not in model]
+    read = [
+        read_safetensors(opened.store, folder.folder, opened.url, folder.part, under=under)
+        for folder in model
+    ]
+    unnamed = [name for part in read for name in part.unnamed]
+    return read, [
+        *_left_out(unnamed, "of safetensors that the index does not name"),
+        *_left_out(below, "of safetensors below", "folder"),
+    ]
+
+
+def _import_save(
+    inspected: Inspection, save: StateFiles, asked: Conversion, place: Place
+) -> Converted:
+    """Write a step with a part for the model and for each optimizer of one save."""
+    opened, url = inspected.opened, inspected.step.url
+    parts: list[SourcePart] = []
+    for other in save.others:
+        check_is_copied(url, other.file)
+    if save.lost:
+        path = save.lost[0]
+        message = f"{path} is not there, and a file of a later number is"
+        report = inspected.report.with_findings(
+            Finding("file.missing", path, message, next_command="ckptctl explain file.missing")
+        )
+        return not_converted(url, place.url, report)
+    folders = [folder for part in inspected.parts for folder in part.safetensors]
+    below = [folder.path for folder in folders if folder.path]
+    notes = [*_left_out(below, "of safetensors below", "folder")]
+    try:
+        for number, files in save.models.items():
+            path = MODEL_FOLDERS.format(number)
+            if not files[0].path.endswith((SUFFIX, INDEX_SUFFIX)):
+                parts.append(_flat_part(opened, files[0], path, "model"))
+                continue
+            top = next(folder for folder in folders if not folder.path)
+            of_model = replace(top.part, files=tuple(files))
+            under = asked.under or "model"
+            model = read_safetensors(opened.store, top.folder, url, of_model, under=under)
+            if model.unnamed:
+                raise UsageError(
+                    f"{url}: {model.unnamed[0]} is not in the index of the model: move it "
+                    "away, or the index and the files that it names",
+                    next_command=command_line("show", url),
+                )
+            parts.append(replace(model.part, path=path))
+        for number, file in save.optimizers.items():
+            path = OPTIMIZER_FOLDERS.format(number)
+            parts.append(_flat_part(opened, file, path, "optimizer"))
+    except SourceDamaged as damage:
+        return not_converted(url, place.url, inspected.report.with_findings(damage.finding))
+    ranks = {file.rank for file in save.others if file.rank is not None}
+    for_ranks = replace(asked, world_size=asked.world_size or len(ranks) or 1)
+    return _import(source_in(inspected, parts, save.others), notes, for_ranks, place)
+
+
+def _flat_part(opened: OpenStep, file: FileInfo, path: str, key: str) -> SourcePart:
+    """The part at `path` that a `torch.save` file of a step makes, below `key`."""
+    there = replace(file, path=opened.in_store(file.path))
+    return open_flat(opened.store, there, join_url(opened.url, file.path)).part(path, key)
 
 
 def _left_out(names: Sequence[str], what: str, noun: str = "file") -> Iterator[Finding]:
@@ -361,131 +334,149 @@ def _left_out(names: Sequence[str], what: str, noun: str = "file") -> Iterator[F
         yield left_out(f"{counted(len(names), noun)} {what}", names)
 
 
-def _answer(
-    source: OneFile | OpenTarget,
-    into: Into,
-    planned: Plan,
-    before: Report,
-    report: Report,
-    notes: Sequence[Finding],
-) -> Converted:
+def _import(source: Source, notes: Sequence[Finding], asked: Conversion, place: Place) -> Converted:
+    if asked.refuses(source.report):
+        return not_converted(source.url, place.url, source.report)
+    mesh = Mesh((("dp", asked.world_size or 1),))
+    planned = plan(source, Wanted(mesh, only_model=asked.only_model))
+    if not any(part.entries for part in planned.parts):
+        what = "no model" if asked.only_model else "no entries"
+        raise UsageError(
+            f"{source.url} holds {what}, so a step cannot be made",
+            without=("--only",) if asked.only_model else (),
+        )
+    stores = [part.source.files.store for part in planned.parts]
+    try:
+        made = write(planned, place, asked.options.budget(stores[0], place.store), asked.options)
+    except SourceDamaged as damage:
+        return not_converted(source.url, place.url, source.with_damage(damage))
+    if isinstance(made, Report):
+        return not_converted(source.url, place.url, made)
     n_tensors = sum(part.n_cut + part.n_whole for part in planned.parts)
     n_others = sum(len(part.entries) for part in planned.parts) - n_tensors
     what = counted(n_tensors, "tensor")
     if n_others:
         what += f" and {counted(n_others, 'value')}"
-    taken = "verified at level content, sealed"
-    if before.verdict is Verdict.UNVERIFIABLE:
-        taken = "used without verification; the seal of the new step verifies them from now on"
+    proof = "verified at level content, sealed"
+    if source.report.verdict is Verdict.UNVERIFIABLE:
+        proof = "used without verification; the seal of the new step verifies them from now on"
     return Converted(
         source=source.url,
-        target=into.place.url,
+        target=place.url,
         format="dcp",
         written=True,
         n_tensors=n_tensors,
         n_files=len(planned.shards) + len(planned.parts),
         n_bytes=planned.n_bytes,
         findings=tuple(notes),
-        report=report,
-        message=f"{what} as sharded DCP for {counted(into.world_size or 1, 'rank')}: {taken}",
-        next_command=command_line("verify", into.place.url, "--level", "content", "--require-seal"),
+        report=made.report,
+        message=f"{what} as sharded DCP for {counted(asked.world_size or 1, 'rank')}: {proof}",
+        next_command=command_line("verify", place.url, "--level", "content", "--require-seal"),
     )
 
 
-class SafetensorsPart(NamedTuple):
-    """One folder of safetensors. `unnamed` are files that its index does not name."""
-
-    part: SourcePart
-    files: SourceFiles
-    unnamed: tuple[str, ...]
+# The files of one save
 
 
-def read_safetensors(
-    store: Store, folder: str, url: str, part: Part, *, under: str
-) -> SafetensorsPart:
-    """The tensors in a folder's files, or in those that its index names.
+class StateFiles(NamedTuple):
+    """The files of one save: those of each model and optimizer, by its number, and the others.
 
-    `folder` is where the part is in the store. Tensors are put below the key `under`,
-    if it is not empty. Raises `UsageError` for dtypes that torch has no tensor of, and
-    where several indexes compete. Cost: as for `inspect_safetensors`.
+    A model has one file of `torch.save`, or those of safetensors with their index. `others` are
+    copied as they are. Files of ckptctl are left out.
     """
-    files = [file for file in part.files if file.path.endswith(SUFFIX)]
-    named = _named(store, folder, url, part)
-    held = [file for file in files if named is None or file.path in named]
-    unnamed = tuple(file.path for file in files if file not in held)
-    by_name: dict[str, list[tuple[StoredTensor, ByteRange]]] = defaultdict(list)
-    digest = hashlib.sha256(os.fsencode(url))
-    for file, header in read_headers(store, folder, held):
-        digest.update(repr((file.path, file.size, file.mtime_s, file.identity)).encode() + header)
-        for tensor in parse_header(header[PREFIX:]):
-            place = ByteRange(file.path, len(header) + tensor.start, tensor.n_bytes)
-            by_name[tensor.name].append((tensor, place))
-    source = _part(part.path, by_name, under, digest.hexdigest())
-    return SafetensorsPart(source, _Files(store, folder, url, part.path), unnamed)
+
+    models: Mapping[int, Sequence[FileInfo]]
+    optimizers: Mapping[int, FileInfo]
+    others: tuple[RankFile, ...]
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The files that a later number shows to be lost."""
+        models = (file for files in self.models.values() for file in files)
+        numbered = (*models, *self.optimizers.values())
+        return tuple(sorted(lost_before_others(file.path for file in numbered)))
 
 
-def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | None:
-    """The files that the index of a folder names; None if there is no index."""
-    indexes = [file.path for file in part.files if file.path.endswith(INDEX_SUFFIX)]
-    if not indexes:
+def state_files(step: Step, url: str, *, only_model: bool = False) -> StateFiles | None:
+    """The files of a save with whole tensors, by their names.
+
+    None where there is a model without train state, or none, and where files of several ranks may
+    hold a tensor together. Raises `UsageError` where files of safetensors are not those of a
+    model, and, unless `only_model`, where it is open which files belong together.
+    """
+    models: list[FileInfo] = []
+    optimizers: list[FileInfo] = []
+    tensors: list[FileInfo] = []
+    others: list[RankFile] = []
+    for file in step.files:
+        if is_own(file.path):
+            continue
+        if file.path.endswith((SUFFIX, INDEX_SUFFIX)):
+            tensors += [] if "/" in file.path else [file]
+            continue
+        kind = kind_of_file(step.layout, file.path)
+        is_archive = kind is not None and may_be_archive(file.path)
+        if kind is not None and is_archive and kind.names[0] == "model":
+            models.append(file)
+        elif kind is not None and is_archive and kind.names[0] == "optimizer":
+            optimizers.append(file)
+        else:
+            name, rank = (None, None) if kind is None else (kind.names[0], kind.rank)
+            others.append(RankFile(file, name, rank))
+    state = [*optimizers, *(other.file for other in others if other.kind in STATE_BESIDE)]
+    if any(part.format in SHARDED for part in step.parts):
         return None
-    if len(indexes) > 1:
-        raise UsageError(
-            f"{url} holds {len(indexes)} indexes, {' and '.join(sorted(indexes)[:2])}: each "
-            "describes a separate model; give the path of one of them instead of the folder"
-        )
-    path = f"{folder}/{indexes[0]}" if folder else indexes[0]
-    return frozenset(parse_index(store.read(path, limit=MAX_HEADER)).files.values())
-
-
-class _Files(SourceFiles):
-    """The elements in the files of a folder, which only a seal can verify."""
-
-    def in_store(self, name: str) -> str:
-        return f"{self._folder}/{name}" if self._folder else name
-
-    def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:  # noqa: ARG002
-        """See `SourceFiles.opened`: elements are row-major, and have no frame."""
-        chunk = tensor.chunks[number]
-        strides = row_major(chunk.elements.sizes, tensor.item_bytes)
-        return Opened(chunk.record.offset, chunk.record.length, None, 0, strides, True)
-
-
-def _part(
-    path: str,
-    by_name: Mapping[str, Sequence[tuple[StoredTensor, ByteRange]]],
-    under: str,
-    digest: str,
-) -> SourcePart:
-    tensors = []
-    for name, held in by_name.items():
-        places = [piece.offsets for piece, _ in held if 0 not in piece.shape]
-        if len(places) > len({*places}):
-            files = " and ".join(sorted({place.file for _, place in held})[:2])
+    if not optimizers and all(other.kind is None for other in others):
+        return None
+    in_safetensors: dict[int, list[FileInfo]] = defaultdict(list)
+    for file in tensors:
+        in_safetensors[_number(url, file, is_with_state=bool(state))].append(file)
+    of_optimizers, of_models = _by_number(optimizers), _by_number(models)
+    if only_model:
+        if len(in_safetensors) > 1:
             raise UsageError(
-                f"{name} is in {files} with the same elements: these are several models; give the "
-                "path of one file instead of the folder"
+                f"{url} holds several models, {_paths(tensors)}: give the path of one of them"
             )
-        dtype = TORCH_NAMES.get(held[0][0].dtype)
-        if dtype is None:
-            stored = held[0][0].dtype
-            raise UsageError(f"{name} is of dtype {stored}, which torch does not support")
-        ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in held]
-        shape = tuple(max(dim) for dim in zip(*ends, strict=True))
-        fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
-        chunks = [
-            SourceChunk(TensorSlice(piece.offsets, piece.shape), place) for piece, place in held
-        ]
-        tensors.append((tensor_entry(fqn, dtype, shape, keys), chunks))
-    return part_of(path, tensors, digest, folder=path)
+        return None
+    if tensors and (models or of_optimizers is None):
+        several = [*tensors, *models] if models else optimizers
+        raise UsageError(
+            f"{url} holds {_paths(several)}, of which it is open what belongs together: move away "
+            "what is not of this save; --only model converts the safetensors alone, without "
+            f"{_paths(state)}",
+            instead="--only model",
+        )
+    if of_optimizers is None or not (tensors or of_models):
+        return None
+    of_models = of_models or {}
+    by_number = dict(sorted(in_safetensors.items())) or {
+        number: [file] for number, file in of_models.items()
+    }
+    return StateFiles(by_number, of_optimizers, tuple(others))
 
 
-def files_of_index(store: Store, index: FileInfo, url: str) -> tuple[FileInfo, ...]:
-    """The existing files that an index names, and the index itself.
+def _number(url: str, file: FileInfo, *, is_with_state: bool) -> int:
+    """Which model of a save a file of safetensors is of."""
+    match = _NUMBERED.fullmatch(file.path)
+    if match is None and is_with_state:
+        raise UsageError(
+            f"{url}: {file.path} beside the train state is not named as a model "
+            "(model.safetensors): move it away, or give its path to convert it alone",
+            next_command=command_line("show", url),
+        )
+    return clamped(match["number"] or "0") if match else 0
 
-    Raises `RecordUnreadable` for an index that is damaged.
-    """
-    if index.size > MAX_HEADER:
-        raise RecordUnreadable(f"{url} takes {index.size:,} bytes, which is too large for an index")
-    named = {*parse_index(store.read(index.path, limit=MAX_HEADER)).files.values()}
-    return tuple(file for file in store.list_dir() if file.path in named or file.path == index.path)
+
+def _by_number(files: Sequence[FileInfo]) -> dict[int, FileInfo] | None:
+    """Files of one kind by their numbers; None for several that are not numbered so."""
+    matches = [_NUMBERED.fullmatch(file.path) for file in files]
+    if len(files) == 1 and matches[0] is None:
+        return {0: files[0]}
+    numbers = [clamped(match["number"] or "0") for match in matches if match]
+    if len({*numbers}) < len(files):
+        return None
+    return dict(sorted(zip(numbers, files, strict=True)))
+
+
+def _paths(files: Sequence[FileInfo]) -> str:
+    return some_of([file.path for file in files])

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import re
+import shlex
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
 
 from ckptctl.errors import OptionError, UsageError
-from ckptctl.findings import EXIT_WORLD_SIZE, Finding
+from ckptctl.findings import Finding
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.frameworks.layouts import METADATA
-from ckptctl.formatting import counted, inside, some_of
+from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.model import ByteRange, BytesEntry, Chunk, Chunks, TensorEntry
-from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.mesh import (
-    Mesh,
-    RankSlice,
-    ShardRule,
-    check_rules,
-    replicated,
-    rule_for,
-    sharded,
-)
+from ckptctl.records.slices import Dims, TensorSlice
 from ckptctl.resharding.results import RankShare
 from ckptctl.resharding.sources import (
     RankFile,
@@ -44,26 +41,12 @@ TINY_BYTES = 1024
 """A tensor of one chunk and up to this many bytes stays whole, because every rank reads it."""
 
 
-class PerRank(StrEnum):
-    """What to do with state that exists once per rank."""
-
-    KEEP = "keep"
-    DROP = "drop"
-    REFUSE = "refuse"
-
-
-class PerRankRefused(UsageError, code="state.lost", exit_code=EXIT_WORLD_SIZE):
-    """State that exists once per rank cannot be resharded for another world size."""
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The layout of the new step. `like` gives the slices of tensors by part and FQN."""
+    """The layout of the new step."""
 
     mesh: Mesh
     rules: tuple[ShardRule, ...] = ()
-    like: Mapping[tuple[str, str], tuple[RankSlice, ...]] | None = None
-    per_rank: PerRank = PerRank.KEEP
     only_model: bool = False
 
 
@@ -151,19 +134,17 @@ def new_metadata(part: PartPlan, url: str, identity: str) -> bytes:
 def plan(source: Source, wanted: Wanted) -> Plan:
     """Plan `source` in the layout `wanted`.
 
-    Raises `UsageError` for rules that do not fit, and `PerRankRefused`. Cost: no read;
-    time linear in the number of chunks, some 10 µs each.
+    Raises `UsageError` for rules that do not fit. Cost: no read; time linear in the number of
+    chunks, some 10 µs each.
     """
     shapes = {
         tensor.entry.fqn: tensor.entry.shape for part in source.parts for tensor in part.tensors
     }
     check_rules(wanted.rules, shapes, source.url)
-    findings = [*_per_rank(source, wanted)]
+    findings = [*_per_rank(source, wanted.mesh.world_size)]
     parts = tuple(_part(part, wanted, one_writer(source)) for part in source.parts)
-    dropped = wanted.per_rank is PerRank.DROP
-    files = tuple(one for one in source.files if not (dropped and one.rank is not None))
     findings += _not_alike(source, wanted)
-    return Plan(source, wanted, parts, files, tuple(findings))
+    return Plan(source, wanted, parts, source.files, tuple(findings))
 
 
 def shares(plan: Plan) -> Iterator[RankShare]:
@@ -188,34 +169,27 @@ def one_writer(source: Source) -> bool:
     return alone and all(t.n_cut == 1 for part in source.parts for t in part.tensors)
 
 
-def _per_rank(source: Source, wanted: Wanted) -> Iterator[Finding]:
+def _per_rank(source: Source, n_ranks: int) -> Iterator[Finding]:
     """The findings for state that exists once per rank, for another number of ranks."""
     ranks: dict[str, set[str]] = {}
     for part in source.parts:
-        entries: tuple[SourceTensor | SourceBytes, ...] = (*part.tensors, *part.bytes_entries)
-        for entry in entries:
+        for entry in part.entries:
             if entry.rank is not None:
                 ranks.setdefault(entry.kind, set()).add(entry.rank)
-    for one in source.files:
-        if one.rank is not None and one.kind is not None:
-            ranks.setdefault(one.kind, set()).add(one.rank)
-    n_ranks = wanted.mesh.world_size
-    for kind, found in sorted(ranks.items()):
-        if len(found) == n_ranks and wanted.per_rank is not PerRank.DROP:
+    for sidecar in source.files:
+        if sidecar.rank is not None and sidecar.kind is not None:
+            ranks.setdefault(sidecar.kind, set()).add(sidecar.rank)
+    for kind, saved in sorted(ranks.items()):
+        if len(saved) == n_ranks:
             continue
-        counts = f"{kind} exists once per rank, for {counted(len(found), 'rank')}"
-        if wanted.per_rank is PerRank.REFUSE:
-            raise PerRankRefused(
-                f"{source.url}: {counts}, and cannot be resharded for {n_ranks}",
-                next_command="ckptctl explain state.lost",
-            )
-        action = "left out" if wanted.per_rank is PerRank.DROP else "copied unchanged"
+        saved_for = counted(len(saved), "rank")
         yield Finding(
             "state.lost",
             kind,
-            f"{counts}: it cannot be resharded for {n_ranks}, and is {action}",
+            f"{kind} exists once per rank, for {saved_for}: it cannot be resharded for {n_ranks}, "
+            "and is copied unchanged",
             expected=f"{kind} for {counted(n_ranks, 'rank')}",
-            found=f"{kind} for {counted(len(found), 'rank')}",
+            found=f"{kind} for {saved_for}",
             next_command="ckptctl explain state.lost",
         )
 
@@ -239,7 +213,7 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
     n_ranks = wanted.mesh.world_size
     tensors = [t for t in part.tensors if _goes_along(t, wanted)]
     others = [b for b in part.bytes_entries if _goes_along(b, wanted)]
-    slices = [slices_for(part, tensor, wanted, alone) for tensor in tensors]
+    slices = [_slices_for(tensor, wanted, alone) for tensor in tensors]
     files = tuple(TargetFile(inside(part.path, f"__{r}_0.distcp"), r) for r in range(n_ranks))
     owners = _Owners(n_ranks)
     placed = [
@@ -276,28 +250,12 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
 
 
 def _goes_along(entry: SourceTensor | SourceBytes, wanted: Wanted) -> bool:
-    if wanted.only_model and entry.kind != "model":
-        return False
-    return not (wanted.per_rank is PerRank.DROP and entry.rank is not None)
+    return not wanted.only_model or entry.kind == "model"
 
 
-def slices_for(
-    part: SourcePart, tensor: SourceTensor, wanted: Wanted, alone: bool
-) -> tuple[RankSlice, ...]:
+def _slices_for(tensor: SourceTensor, wanted: Wanted, alone: bool) -> tuple[RankSlice, ...]:
     """The slices of a tensor in the new step."""
     entry, n_ranks = tensor.entry, wanted.mesh.world_size
-    if wanted.like is not None:
-        like = wanted.like.get((part.path, entry.fqn))
-        if not like:
-            return replicated(entry.shape, n_ranks)
-        shape = tuple(map(max, zip(*(one.elements.ends for one in like), strict=True)))
-        if shape != entry.shape:
-            raise OptionError(
-                "--like",
-                f": {entry.fqn} is {shape} there and {entry.shape} in this step: the models differ",
-                next_command="ckptctl reshard --help",
-            )
-        return like
     rule = rule_for(entry.fqn, wanted.rules)
     if not entry.shape or 0 in entry.shape or not (rule or _is_cut(tensor, alone)):
         return replicated(entry.shape, n_ranks)
@@ -361,3 +319,193 @@ def _append(
 ) -> None:
     file.items.append(Item(entry, elements, file.n_bytes, length))
     file.n_bytes += length
+
+
+# How tensors are divided among the ranks of a device mesh
+#
+# Tensors are sharded as FSDP2 and `torch.chunk` shard them: into pieces of equal size, rounded up,
+# so that the last ranks may hold less or nothing. With a mesh, tensor parallelism shards first, and
+# FSDP2 shards each piece.
+#
+# Source: torch 2.13 `torch/distributed/tensor/placement_types.py` (`Shard`, `_StridedShard`),
+# `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
+
+
+SHARDING = ("dp", "fsdp")
+"""Mesh dimensions that shard every sharded tensor, along dimension 0 unless a rule differs."""
+
+BY_RULE = ("tp", "ep")
+"""Mesh dimensions that shard only the tensors that `--shard` names."""
+
+REPLICATING = ("rep", "replicate")
+"""Mesh dimensions along which every rank holds the same."""
+
+MAX_RANKS = 1 << 20
+_DIMENSION = re.compile(r"(?P<name>[a-z]+)=(?P<size>[0-9]{1,7})")
+
+
+class RankSlice(NamedTuple):
+    """A slice of a tensor, and the ranks that hold it, in ascending order."""
+
+    elements: TensorSlice
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The arrangement of ranks: name and size of each dimension, the last varying fastest."""
+
+    dims: tuple[tuple[str, int], ...]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return prod(size for _, size in self.dims)
+
+    @property
+    def shards_by_rule(self) -> bool:
+        """Whether a dimension of the mesh shards only what `--shard` names."""
+        return any(name in BY_RULE for name, _ in self.dims)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRule:
+    """Shard the tensors whose FQN matches `pattern` along dimension `dim`."""
+
+    pattern: str
+    dim: int
+
+    def fits(self, fqn: str) -> bool:
+        """Whether the rule applies to a tensor; a pattern may omit leading and trailing names."""
+        return fnmatchcase(f".{fqn}.", f"*.{self.pattern}.*")
+
+
+def check_world_size(n_ranks: int | None) -> None:
+    """Raise `UsageError` for a `--world-size` that no job has."""
+    if n_ranks is not None and not 1 <= n_ranks <= MAX_RANKS:
+        bound = "at least 1 is required" if n_ranks < 1 else f"at most {MAX_RANKS:,} are possible"
+        raise OptionError("--world-size", f"is {n_ranks:,}; {bound}")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh in `dp=4,tp=2`; raises `UsageError`."""
+    dims = []
+    for word in text.split(","):
+        match = _DIMENSION.fullmatch(word.strip())
+        if match is None or not int(match["size"]):
+            raise _no_mesh(text, f"{word!r} is not a dimension")
+        if match["name"] not in (*SHARDING, *BY_RULE, *REPLICATING):
+            known = ", ".join((*SHARDING, *BY_RULE, *REPLICATING))
+            raise _no_mesh(text, f"{match['name']!r} is none of {known}")
+        dims.append((match["name"], int(match["size"])))
+    mesh = Mesh(tuple(dims))
+    if mesh.world_size > MAX_RANKS:
+        raise _no_mesh(text, f"it has more than {MAX_RANKS:,} ranks")
+    return mesh
+
+
+def _no_mesh(text: str, why: str) -> UsageError:
+    return OptionError(
+        "--mesh", f"{text!r}: {why}; write it as dp=4,tp=2", instead="--mesh dp=4,tp=2"
+    )
+
+
+def parse_rules(given: Sequence[str]) -> tuple[ShardRule, ...]:
+    """The rules in `--shard`, each `PATTERN=DIM`; raises `UsageError`."""
+    rules = []
+    for text in given:
+        pattern, _, dim = text.rpartition("=")
+        if not pattern or not dim.isdecimal() or len(dim) > 2:
+            raise OptionError(
+                "--shard",
+                f"{text!r} is not PATTERN=DIM, with the dimension counted from 0",
+                instead="--shard 'layers.*.wq.weight=1'",
+            )
+        rules.append(ShardRule(pattern, int(dim)))
+    return tuple(rules)
+
+
+def rule_for(fqn: str, rules: Sequence[ShardRule]) -> ShardRule | None:
+    """The rule for a tensor: the last that fits, None if none does."""
+    return next((rule for rule in reversed(rules) if rule.fits(fqn)), None)
+
+
+def chunked(n: int, n_parts: int) -> tuple[tuple[int, int], ...]:
+    """Start and length of each part that `torch.chunk` makes of `n` elements; some are empty."""
+    each = -(-n // n_parts)
+    return tuple((min(p * each, n), max(0, min(each, n - p * each))) for p in range(n_parts))
+
+
+@lru_cache(maxsize=65_536)
+def sharded(shape: Dims, mesh: Mesh, dim: int | None) -> tuple[RankSlice, ...]:
+    """The slices of a sharded tensor, in the order of their first ranks; none is empty.
+
+    `dim` is the dimension that a rule names. If the mesh has `tp` or `ep`, these shard
+    along it and FSDP2 shards each piece along dimension 0; otherwise FSDP2 shards along it.
+    """
+    by_rule, others = (dim, 0) if mesh.shards_by_rule else (None, dim or 0)
+    ranks_of: dict[TensorSlice, list[int]] = {}
+    for rank, place in enumerate(product(*(range(size) for _, size in mesh.dims))):
+        offsets, sizes = [0] * len(shape), [*shape]
+        for names, along in ((BY_RULE, by_rule), (SHARDING, others)):
+            for (name, size), at in zip(mesh.dims, place, strict=True):
+                if name in names and along is not None and along < len(shape):
+                    start, length = chunked(sizes[along], size)[at]
+                    offsets[along] += start
+                    sizes[along] = length
+        ranks_of.setdefault(TensorSlice(tuple(offsets), tuple(sizes)), []).append(rank)
+    return tuple(
+        RankSlice(elements, tuple(ranks))
+        for elements, ranks in ranks_of.items()
+        if elements.n_elements
+    )
+
+
+def replicated(shape: Dims, world_size: int) -> tuple[RankSlice, ...]:
+    """The one slice of a tensor that every rank holds; it may have no elements."""
+    return (RankSlice(TensorSlice.whole(shape), tuple(range(world_size))),)
+
+
+def check_rules(rules: Sequence[ShardRule], shapes: Mapping[str, Dims], url: str) -> None:
+    """Raise `UsageError` for a rule that fits no tensor, or names a dimension that one lacks.
+
+    `shapes` are those of the tensors of the step at `url`.
+    """
+    for rule in rules:
+        fitting = {fqn: shape for fqn, shape in shapes.items() if rule.fits(fqn)}
+        if not fitting:
+            raise OptionError(
+                "--shard",
+                f"'{rule.pattern}={rule.dim}' matches no tensor of the step; names are as "
+                "ckptctl show lists them, and * matches anything",
+                next_command=command_line("show", url, "--tensors"),
+            )
+        short = [fqn for fqn, shape in fitting.items() if shape and len(shape) <= rule.dim]
+        if short:
+            n_dims = len(fitting[short[0]])
+            raise OptionError(
+                "--shard",
+                f"'{rule.pattern}={rule.dim}': {short[0]} has {n_dims} dimensions, counted from 0",
+                instead=f"--shard {shlex.quote(f'{rule.pattern}={n_dims - 1}')}",
+            )
+
+
+def check_mesh(mesh: Mesh, rules: Sequence[ShardRule], shapes: Mapping[str, Dims]) -> None:
+    """Raise `UsageError` if a mesh dimension shards nothing because no rule applies to it."""
+    idle = [f"{name}={size}" for name, size in mesh.dims if name in BY_RULE and size > 1]
+    if not idle or rules:
+        return
+    largest = max(shapes, key=lambda fqn: (len(shapes[fqn]) > 1, prod(shapes[fqn])), default="w")
+    words = ("*" if word.isdecimal() else word for word in largest.split("."))
+    rule = f"{'.'.join(words)}=0"
+    copies = ",".join(f"{'rep' if name in BY_RULE else name}={size}" for name, size in mesh.dims)
+    raise OptionError(
+        "--mesh",
+        f"{mesh}: no tensor is sharded along {' and '.join(idle)}; --shard PATTERN=DIM "
+        "names the tensors and the dimension; for ranks that hold copies, use "
+        f"--mesh {copies}",
+        instead=f"--shard {shlex.quote(rule)}",
+    )

@@ -1,382 +1,358 @@
-"""Open the source's records, and read slices of their tensors.
+"""Read files of `torch.save` and of safetensors as parts of a step.
 
-A record is opened once. Row-major records are read by ranges; transposed and compressed
-ones are held in memory while they are read. A non-tensor entry is read whole, and its
-pickle is decoded without running it: numbers, strings, bytes, dtypes and containers of them
-can be written again.
+The pickle of a `torch.save` file is decoded without running it: tensors become entries whose
+elements lie in the file, plain values become records of their own, and everything else is
+refused by its key. Tensors may share a storage; each is an entry, and the storage is verified
+once.
+
+The files of a safetensors model hold whole tensors, or the slices that DCP's Hugging Face
+writer puts into each shard. Headers give the position of the elements; no checksum verifies
+them, so a file that is written to in the meantime is detected by its size and time. Whether
+the files are complete is checked in `inspection.rank_files` and `inspection.safetensors`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
-
-from zlib_ng.zlib_ng import crc32
+from typing import Any, NamedTuple
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import Member, View, read_member
-from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
+from ckptctl.formats.archive.directory import (
+    LEGACY_MAGIC,
+    Member,
+    RecordDirectory,
+    check_headers,
+    check_texts,
+    read_directory,
+    read_member,
+    wrong_crcs,
+)
+from ckptctl.formats.archive.safetensors import (
+    INDEX_SUFFIX,
+    MAX_HEADER,
+    PREFIX,
+    SUFFIX,
+    TORCH_NAMES,
+    StoredTensor,
+    parse_header,
+    parse_index,
+)
+from ckptctl.formats.archive.state_file import Leaf, NotPlain, flattened, pickled_value
+from ckptctl.formats.archive.writing import WRITABLE, value_record
+from ckptctl.formats.digests import sha256_of
+from ckptctl.formats.frameworks.state_keys import entry_kinds
 from ckptctl.formats.pickles.values import TensorStub, decode_state
-from ckptctl.formatting import command_line
-from ckptctl.model import DTYPE_SIZES, ByteRange
-from ckptctl.records.byte_pass import read_run
-from ckptctl.records.elements import StridedSink, element_runs
-from ckptctl.records.loading import REACH
-from ckptctl.records.opening import (
-    Expected,
-    Need,
-    OpenRecord,
-    Templates,
-    Unfit,
-    WrongChecksum,
-    open_whole,
-    tensor_limit,
-    unpack,
+from ckptctl.formatting import command_line, inside
+from ckptctl.model import (
+    DTYPE_SIZES,
+    ByteRange,
+    BytesEntry,
+    FileInfo,
+    Metadata,
+    Part,
+    TensorEntry,
 )
-from ckptctl.records.reads import open_one_record
-from ckptctl.records.slices import (
-    Dims,
-    Strided,
-    TensorSlice,
-    aligned,
-    copy_strided,
-    is_contiguous,
-    position,
-    row_major,
-)
+from ckptctl.records.reads import read_headers
+from ckptctl.records.slices import TensorSlice, row_major
 from ckptctl.resharding.sources import (
-    SourceBytes,
+    Opened,
+    SourceChunk,
     SourceDamaged,
+    SourceFiles,
     SourcePart,
-    SourceTensor,
+    opened_at,
+    part_of,
+    tensor_entry,
 )
-from ckptctl.selection.verifying import OpenTarget
-from ckptctl.storage.contract import Closing, OpenFile, Span, Store, read_range
+from ckptctl.storage.contract import Span, Store, read_range
 
-_MAX_OPEN = 8
+MAX_PICKLE_BYTES = 64 << 20
+"""The longest pickle of a state that is read; a million entries take about as much."""
 
-
-MAX_VALUE_BYTES = 64 << 20
-"""The longest record of a value that is read; it is held in memory."""
-
-
-class Opened(NamedTuple):
-    """A tensor's record: its elements begin at `start` of the file and take `n_bytes`.
-
-    `crc` is their checksum, None if they have none. `first` is the byte of the first
-    element, `strides` are in bytes; `held` are the elements of a record that cannot be read
-    by ranges.
-    """
-
-    start: int
-    n_bytes: int
-    crc: int | None
-    first: int
-    strides: Dims
-    is_row_major: bool
-    held: memoryview | None = None
-
-
-class Piece(NamedTuple):
-    """Bytes of a record that were copied unchanged, and their CRC-32.
-
-    `start` is where the record begins in its file, `at` and `length` are bytes of its
-    elements.
-    """
-
-    file: str
-    start: int
-    at: int
-    length: int
-    crc: int
+_STORAGES = "data/"
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """Bytes that each thread may hold: of the target, of the source, of a whole record."""
+class FlatFile:
+    """A file of `torch.save` whose directory and pickle are sound, and the state in it.
 
-    block: int
-    band: int
-    held: int
+    Its elements are not verified yet. `path` is that in the `store`, `url` names it in messages.
+    """
 
+    store: Store
+    path: str
+    url: str
+    state: Any
+    directory: RecordDirectory
+    members: Mapping[str, Member]
 
-class SourceFiles:
-    """The records of one folder of the source, opened by several threads."""
+    @property
+    def has_crcs(self) -> bool:
+        """The file has checksums of its storages."""
+        return self.directory.has_crcs
 
-    def __init__(self, store: Store, folder: str, url: str, part_path: str) -> None:
-        self.store = store
-        self.url = url
-        self._folder = folder
-        self._part_path = part_path
-        self._opened: dict[tuple[str, int], Opened] = {}
-        self._templates = Templates()
-        self.skip = REACH[store.kind].skip
+    def part(self, path: str = "", under: str = "", *, only_model: bool = False) -> SourcePart:
+        """The part at `path` of a step that its entries make, below the key `under`.
 
-    def in_store(self, name: str) -> str:
-        """The path of a shard file in the store."""
-        return f"{self._folder}/{name}"
-
-    def where(self, name: str) -> str:
-        """The path of a shard file in the step, for findings."""
-        return f"{self._part_path}/{name}" if self._part_path else name
-
-    def finding(self, code: str, record: ByteRange, message: str) -> Finding:
-        """A finding about a record."""
-        where = self.where(record.file)
-        return Finding(
-            code,
-            where,
-            f"{where}: the record at byte {record.offset:,}: {message}",
-            expected="the record as it was saved",
-            found=message,
-            next_command=command_line("verify", self.url, "--level", "content"),
-        )
-
-    def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
-        """The record of a chunk of a tensor; raises `SourceDamaged`.
-
-        Cost: two reads when it is opened first, none after that unless it must be held.
+        With `only_model`, everything else in it is ignored. Raises `UsageError` if it holds
+        anything that a step cannot.
         """
-        record = tensor.chunks[number].record
-        key = (record.file, record.offset)
-        known = self._opened.get(key)
-        if known is None:
-            known = self._open(tensor, number, held_limit)
-            if known.held is None:
-                self._opened[key] = known
-        return known
-
-    def _open(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
-        chunk = tensor.chunks[number]
-        record, dtype, sizes = chunk.record, tensor.entry.dtype, chunk.elements.sizes
-        limit = tensor_limit(dtype, sizes)
-        if record.transforms:
-            check_held(tensor, limit, held_limit)
-
-        def open_one(view: View) -> tuple[View, Opened] | Need:
-            found = self._templates.open_stored(
-                view, Expected(dtype, sizes), record.transforms, limit
-            )
-            if isinstance(found, Need):
-                return found
-            opened = _described(found[1])
-            if not opened.is_row_major and not record.transforms:
-                check_held(tensor, record.length, held_limit)
-                if len(view.head) < record.length:
-                    return Need(head=record.length)
-            return found[0], opened
-
         try:
-            view, opened = open_one_record(
-                lambda start, n: self._read(record, start, n), record.length, open_one
+            leaves = flattened(self.state)
+            if under:
+                leaves = tuple(Leaf((under, *leaf.path), leaf.value) for leaf in leaves)
+            return self.part_of_leaves(_of_model(leaves) if only_model else leaves, path)
+        except NotPlain as error:
+            raise UsageError(f"{self.url}: {error}") from error
+
+    def part_of_leaves(self, leaves: Sequence[Leaf], path: str = "") -> SourcePart:
+        """The part that some leaves make; raises `NotPlain` for one that cannot be an entry."""
+        tensors: list[tuple[TensorEntry, list[SourceChunk]]] = []
+        others: list[tuple[BytesEntry, bytes]] = []
+        proven: set[str] = set()
+        for leaf in leaves:
+            stub = leaf.value
+            if not isinstance(stub, TensorStub):
+                record = value_record(pickled_value(leaf))
+                others.append((BytesEntry(leaf.fqn, None, leaf.path), record))
+                continue
+            member = storage_of(leaf.fqn, stub, self.members)
+            opened = opened_at(stub, member, member.crc)
+            # What is held is verified when it is read; otherwise once for each storage.
+            answers = not opened.is_row_major or member.name not in proven
+            if opened.is_row_major:
+                proven.add(member.name)
+            if not (answers and self.has_crcs and member.size):
+                opened = opened._replace(crc=None)
+            place = ByteRange(self.path, member.start, member.size)
+            chunk = SourceChunk(TensorSlice.whole(stub.shape), place, opened)
+            tensors.append((_entry(leaf, stub), [chunk]))
+        content = repr([(m.name, m.crc, m.size) for m in self.directory.members])
+        digest = sha256_of((self.url + content).encode("utf-8", "surrogateescape"))
+        part = part_of(path, tensors, digest, SourceFiles(self.store, "", self.url), others)
+        return replace(part, paths={leaf.fqn: leaf.path for leaf in leaves})
+
+
+def open_flat(
+    store: Store, file: FileInfo, url: str, decode: Callable[[bytes], object] = decode_state
+) -> FlatFile:
+    """Read everything but the elements of a `torch.save` file, and decode its pickle.
+
+    Raises `SourceDamaged`, and `UsageError` for a format that is not read. Cost: three small reads,
+    and two per storage.
+    """
+
+    def damaged(code: str, message: str) -> SourceDamaged:
+        return SourceDamaged(
+            Finding(
+                code,
+                file.path,
+                f"{file.path}: {message}",
+                expected="the file as it was saved",
+                found=message,
+                next_command=command_line("explain", code),
             )
-        except (RecordUnreadable, Unfit) as error:
-            raise self.damage(record, error) from error
-        if opened.is_row_major and not record.transforms:
-            return opened._replace(start=opened.start + record.offset)
-        elements = view.get(opened.start, opened.start + opened.n_bytes) or b""
-        return opened._replace(start=0, held=aligned(elements))
-
-    def damage(self, record: ByteRange, error: RecordUnreadable | Unfit) -> SourceDamaged:
-        """The error for a record that cannot be opened."""
-        message = error.message
-        if isinstance(error, WrongChecksum):
-            message = f"{error.names} does not match the checksum saved with it"
-        return SourceDamaged(self.finding(error.code, record, message))
-
-    def _read(self, record: ByteRange, start: int, n_bytes: int) -> bytes:
-        return read_range(self.store, self.in_store(record.file), record.offset + start, n_bytes)
-
-
-def source_files(found: OpenTarget, parts: Iterable[SourcePart]) -> dict[str, SourceFiles]:
-    """The records of each part of a step, by its path."""
-    return {
-        part.path: SourceFiles(
-            found.store,
-            f"{found.name}/{part.path}" if part.path else found.name,
-            found.url,
-            part.path,
-        )
-        for part in parts
-    }
-
-
-def _described(found: OpenRecord) -> Opened:
-    """Where the elements of an open record lie; raises `Unfit` if they cannot be copied."""
-    stub, elements = found.stub, found.elements
-    assert stub is not None and elements is not None  # noqa: S101, PT018 - a tensor was expected
-    if stub.signs:
-        raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
-    return opened_at(stub, elements, found.crc if elements.size else None)
-
-
-def opened_at(stub: TensorStub, elements: Member, crc: int | None) -> Opened:
-    """The tensor that `stub` describes, whose elements lie in a member of an archive."""
-    item_bytes = DTYPE_SIZES[stub.dtype]
-    usual = zip(stub.shape, stub.strides, row_major(stub.shape), strict=True)
-    is_row_major = all(size == 1 or stride == step for size, stride, step in usual)
-    return Opened(
-        elements.start,
-        elements.size,
-        crc,
-        stub.storage_offset * item_bytes,
-        tuple(stride * item_bytes for stride in stub.strides),
-        is_row_major or not prod(stub.shape),
-    )
-
-
-def check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
-    """Raise `UsageError` if a record is larger than what may be held."""
-    if n_bytes > limit:
-        raise UsageError(
-            f"a record of {tensor.entry.fqn} is transposed or compressed, and must be held in "
-            f"memory as a whole: {n_bytes:,} bytes, of which {limit:,} are available; "
-            "give more --memory, or use --jobs 1"
         )
 
-
-class SliceReader(Closing):
-    """Reads slices of tensors from one source folder, in one thread.
-
-    A context manager: it keeps a few shard files open until it is closed.
-    """
-
-    def __init__(self, files: SourceFiles, buffers: Buffers) -> None:
-        self._files = files
-        self._buffers = buffers
-        self._band = memoryview(bytearray(buffers.band))
-        self._open: OrderedDict[str, OpenFile] = OrderedDict()
-        self._held: tuple[tuple[str, int], Opened] | None = None
-
-    def read(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from a shard file."""
-        self._file(name).read_into(offset, buffer)
-
-    def _file(self, name: str) -> OpenFile:
-        file = self._open.get(name)
-        if file is None:
-            if len(self._open) >= _MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
-            file = self._open[name] = self._files.store.open_file(self._files.in_store(name))
-        else:
-            self._open.move_to_end(name)
-        return file
-
-    def fill_block(
-        self, tensor: SourceTensor, wanted: TensorSlice, block: memoryview
-    ) -> list[Piece]:
-        """Put a slice of a tensor into `block`, in row-major order.
-
-        Returns the runs that were copied as they lie in the source, in the order in
-        which they lie in the block. Raises `SourceDamaged`.
-        """
-        target = Strided(block, 0, row_major(wanted.sizes, tensor.item_bytes))
-        runs: list[tuple[int, Piece]] = []
-        for overlap in tensor.overlaps(wanted):
-            chunk = tensor.chunks[overlap.number]
-            into = target.at(overlap.elements.relative_to(wanted).offsets)
-            within = overlap.elements.relative_to(chunk.elements)
-            run = self._fill(tensor, overlap.number, within, into)
-            if run is not None:
-                runs.append((into.first, run))
-        return [run for _, run in sorted(runs)]
-
-    def _fill(
-        self, tensor: SourceTensor, number: int, within: TensorSlice, target: Strided
-    ) -> Piece | None:
-        """Put a slice of chunk `number` into `target`; `within` counts from the chunk's start.
-
-        Returns the run with its checksum if the slice is one run on both sides.
-        """
-        chunk = tensor.chunks[number]
-        record, item_bytes = chunk.record, tensor.item_bytes
-        opened = self._opened(tensor, number)
-        if opened.held is not None:
-            source = Strided(opened.held, opened.first, opened.strides).at(within.offsets)
-            copy_strided(target, source, within.sizes, item_bytes)
-            return None
-        shape, first_byte = chunk.elements.sizes, opened.start + opened.first
-        strides = row_major(shape, item_bytes)
-        sizes, n_bytes = within.sizes, within.n_elements * item_bytes
-        if is_contiguous(sizes, strides, item_bytes) and is_contiguous(
-            sizes, target.strides, item_bytes
-        ):
-            at = position(within.offsets, strides)
-            into = target.buffer[target.first : target.first + n_bytes]
-            self.read(record.file, first_byte + at, into)
-            return Piece(record.file, record.offset, opened.first + at, n_bytes, crc32(into))
-        sink = StridedSink(shape, within, item_bytes, target)
-        file, skip = self._file(record.file), self._files.skip
-        for run in element_runs(record.file, first_byte, sink, skip=skip, checksum=None):
-            for _ in read_run(file, run, self._band):
-                pass  # its pieces are where they belong
-        return None
-
-    def _opened(self, tensor: SourceTensor, number: int) -> Opened:
-        record = tensor.chunks[number].record
-        key = (record.file, record.offset)
-        if self._held is not None and self._held[0] == key:
-            return self._held[1]
-        self._held = None
-        opened = self._files.opened(tensor, number, self._buffers.held)
-        if opened.held is not None:
-            self._held = key, opened
-        return opened
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-
-# Entries that are no tensors
-
-
-def read_values(
-    files: SourceFiles, entries: Sequence[SourceBytes]
-) -> Iterator[tuple[SourceBytes, Written | NotPlain]]:
-    """Each entry with its value, ready to be written again, or with why it cannot be.
-
-    Raises `SourceDamaged`. Cost: one read for each, several in flight where that is faster.
-    """
-    small = [entry for entry in entries if entry.record.length <= MAX_VALUE_BYTES]
-    spans = [
-        Span(files.in_store(entry.record.file), entry.record.offset, entry.record.length)
-        for entry in small
-    ]
-    for entry, (_, data) in zip(small, files.store.read_spans(spans), strict=True):
-        yield entry, _value(files, entry, data)
-    for entry in entries:
-        if (n_bytes := entry.record.length) > MAX_VALUE_BYTES:
-            why = f"{entry.fqn} takes {n_bytes:,} bytes, of which {MAX_VALUE_BYTES:,} are read"
-            yield entry, NotPlain(why)
-
-
-def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | NotPlain:
-    record = entry.record
     try:
-        return written(Leaf((entry.fqn,), decode_state(_pickle(entry, data))))
-    except NotPlain as error:
-        return error
-    except (RecordUnreadable, Unfit) as error:
-        raise files.damage(record, error) from error
-    except MetadataUnsafe as error:
-        raise SourceDamaged(files.finding("record.unsafe", record, error.message)) from error
+        directory, read = _sound(store, file)
+        state = decode(_pickle(directory, read))
+    except RecordUnreadable as error:
+        raise damaged("record.framing", error.message) from error
     except MetadataUnreadable as error:
-        return NotPlain(f"{entry.fqn}: {error.message}")
+        raise damaged("record.mismatch", error.message) from error
+    except MetadataUnsafe as error:
+        raise damaged("record.unsafe", error.message) from error
+    wrong = wrong_crcs(directory, read)
+    if wrong:
+        raise damaged("record.crc", f"{', '.join(wrong)} does not match the checksum saved with it")
+    if read_member(directory, "byteorder", read) == b"big":
+        raise UsageError(f"{url} was written on a big-endian machine, which is not supported")
+    members = {member.name: member for member in directory.members}
+    return FlatFile(store, file.path, url, state, directory, members)
 
 
-def _pickle(entry: SourceBytes, data: bytes) -> bytes:
-    data = unpack(data, entry.record.transforms, MAX_VALUE_BYTES)
-    if not data.startswith(b"PK"):
-        # A plain pickle has neither frame nor checksums; inspection reports that.
-        return data
-    view, found = open_whole(data, None)
-    pickle = read_member(found.directory, "data.pkl", view)
-    if pickle is None:
-        raise RecordUnreadable("it holds no pickle")
-    return pickle
+class _Read(dict[tuple[int, int], bytes]):
+    """Bytes of the file that were read, by where they begin and end; see `Readable`."""
+
+    def get(self, start: int, end: int) -> bytes | None:  # type: ignore[override]
+        return super().get((start, end))
+
+
+def _sound(store: Store, file: FileInfo) -> tuple[RecordDirectory, _Read]:
+    """The directory, and all members but the storages; headers agree with the directory."""
+    path, length = file.path, file.size
+    if read_range(store, path, 0, min(len(LEGACY_MAGIC), length)) == LEGACY_MAGIC:
+        raise UsageError(
+            f"{store.url}/{path} has the format from before torch 1.6, which has no checksums; "
+            "torch.load and torch.save rewrite it"
+        )
+    directory, _ = read_directory(lambda n: read_range(store, path, length - n, n), length)
+    wanted: list[tuple[int, int]] = []
+    for member in directory.members:
+        wanted += _around(member)
+    read = _Read()
+    for span, data in store.read_spans(Span(path, at, end - at) for at, end in wanted):
+        read[span.offset, span.offset + span.length] = data
+    check_headers(directory, read)
+    check_texts(directory, read)
+    return directory, read
+
+
+def _around(member: Member) -> Iterator[tuple[int, int]]:
+    """The ranges of a member's header, of its descriptor, and of its bytes if it is no storage."""
+    yield member.header, member.header + 30 + len(member.path)
+    if member.following > member.end:
+        yield member.end, member.following
+    if not member.name.startswith(_STORAGES) and 0 < member.size <= MAX_PICKLE_BYTES:
+        yield member.start, member.end
+
+
+def _pickle(directory: RecordDirectory, read: _Read) -> bytes:
+    data = read_member(directory, "data.pkl", read)
+    if data is None:
+        raise RecordUnreadable(f"its pickle has more than {MAX_PICKLE_BYTES:,} bytes")
+    return data
+
+
+def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    tensors, others = {}, {}
+    for leaf in leaves:
+        if isinstance(leaf.value, TensorStub):
+            tensors[leaf.fqn] = _entry(leaf, leaf.value)
+        else:
+            others[leaf.fqn] = BytesEntry(leaf.fqn, None, leaf.path)
+    kinds = entry_kinds(Metadata(tensors, others, ()))
+    return tuple(leaf for leaf in leaves if kinds[leaf.fqn].names[0] == "model")
+
+
+def _entry(leaf: Leaf, stub: TensorStub) -> TensorEntry:
+    return tensor_entry(leaf.fqn, stub.dtype, stub.shape, leaf.path)
+
+
+def storage_of(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Member:
+    """The member that holds all elements of a tensor."""
+    n_elements = prod(stub.shape)
+    if stub.dtype not in WRITABLE:
+        raise NotPlain(f"{fqn} is of dtype {stub.dtype}, which is not supported")
+    member = members.get(_STORAGES + stub.storage_key)
+    n_bytes = stub.n_elements_in_storage * DTYPE_SIZES[stub.dtype]
+    if member is None or member.size != n_bytes:
+        found = "does not exist" if member is None else f"has {member.size:,} bytes"
+        raise NotPlain(f"the storage of {fqn}, of {n_bytes:,} bytes, {found}")
+    if n_elements and stub.last >= stub.n_elements_in_storage:
+        raise NotPlain(
+            f"{fqn} extends past the end of its storage of {stub.n_elements_in_storage:,} elements"
+        )
+    repeats = any(n > 1 and s == 0 for n, s in zip(stub.shape, stub.strides, strict=True))
+    if n_elements and (repeats or n_elements > stub.n_elements_in_storage):
+        raise NotPlain(
+            f"{fqn} is an expanded view: its storage holds fewer elements than its shape; save a "
+            "copy"
+        )
+    return member
+
+
+# Safetensors
+
+
+class SafetensorsPart(NamedTuple):
+    """One folder of safetensors. `unnamed` are files that its index does not name."""
+
+    part: SourcePart
+    unnamed: tuple[str, ...]
+
+
+def read_safetensors(
+    store: Store, folder: str, url: str, part: Part, *, under: str
+) -> SafetensorsPart:
+    """The tensors in a folder's files, or in those that its index names.
+
+    `folder` is where the part is in the store. Tensors are put below the key `under`,
+    if it is not empty. Raises `UsageError` for dtypes that torch has no tensor of, and
+    where several indexes compete. Cost: as for `inspect_safetensors`.
+    """
+    files = [file for file in part.files if file.path.endswith(SUFFIX)]
+    named = _named(store, folder, url, part)
+    held = [file for file in files if named is None or file.path in named]
+    unnamed = tuple(file.path for file in files if file not in held)
+    by_name: dict[str, list[tuple[StoredTensor, ByteRange]]] = defaultdict(list)
+    digest = hashlib.sha256(os.fsencode(url))
+    for file, header in read_headers(store, folder, held):
+        digest.update(repr((file.path, file.size, file.mtime_s, file.identity)).encode() + header)
+        for tensor in parse_header(header[PREFIX:]):
+            place = ByteRange(file.path, len(header) + tensor.start, tensor.n_bytes)
+            by_name[tensor.name].append((tensor, place))
+    records = SourceFiles(store, folder, url, part.path)
+    return SafetensorsPart(_part(part.path, by_name, under, digest.hexdigest(), records), unnamed)
+
+
+def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | None:
+    """The files that the index of a folder names; None if there is no index."""
+    indexes = [file.path for file in part.files if file.path.endswith(INDEX_SUFFIX)]
+    if not indexes:
+        return None
+    if len(indexes) > 1:
+        raise UsageError(
+            f"{url} holds {len(indexes)} indexes, {' and '.join(sorted(indexes)[:2])}: each "
+            "describes a separate model; give the path of one of them instead of the folder"
+        )
+    index = store.read(inside(folder, indexes[0]), limit=MAX_HEADER)
+    return frozenset(parse_index(index).files.values())
+
+
+def _part(
+    path: str,
+    by_name: Mapping[str, Sequence[tuple[StoredTensor, ByteRange]]],
+    under: str,
+    digest: str,
+    files: SourceFiles,
+) -> SourcePart:
+    tensors = []
+    for name, held in by_name.items():
+        places = [piece.offsets for piece, _ in held if 0 not in piece.shape]
+        if len(places) > len({*places}):
+            both = " and ".join(sorted({place.file for _, place in held})[:2])
+            raise UsageError(
+                f"{name} is in {both} with the same elements: these are several models; give the "
+                "path of one file instead of the folder"
+            )
+        dtype = TORCH_NAMES.get(held[0][0].dtype)
+        if dtype is None:
+            stored = held[0][0].dtype
+            raise UsageError(f"{name} is of dtype {stored}, which torch does not support")
+        ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in held]
+        shape = tuple(max(dim) for dim in zip(*ends, strict=True))
+        fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
+        chunks = [
+            SourceChunk(
+                TensorSlice(piece.offsets, piece.shape),
+                place,
+                # Elements are row-major, and have neither a frame nor a checksum.
+                Opened(
+                    *(place.offset, place.length, None, 0),
+                    row_major(piece.shape, DTYPE_SIZES[dtype]),
+                    is_row_major=True,
+                ),
+            )
+            for piece, place in held
+        ]
+        tensors.append((tensor_entry(fqn, dtype, shape, keys), chunks))
+    return part_of(path, tensors, digest, files, folder=path)
+
+
+def files_of_index(store: Store, index: FileInfo, url: str) -> tuple[FileInfo, ...]:
+    """The existing files that an index names, and the index itself.
+
+    Raises `RecordUnreadable` for an index that is damaged.
+    """
+    if index.size > MAX_HEADER:
+        raise RecordUnreadable(f"{url} takes {index.size:,} bytes, which is too large for an index")
+    named = {*parse_index(store.read(index.path, limit=MAX_HEADER)).files.values()}
+    return tuple(file for file in store.list_dir() if file.path in named or file.path == index.path)

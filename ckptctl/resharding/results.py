@@ -1,4 +1,4 @@
-"""The results of `plan_reshard`, `reshard`, `convert` and `diff`, which the CLI prints."""
+"""The results of `reshard`, `convert` and `diff`, which the CLI prints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
-    """The result of `plan_reshard` and `reshard`: how a step is, or was, resharded."""
+    """The result of `reshard`: how a step is, or was, resharded."""
 
     source: str
     """The address of the step that is resharded."""
@@ -40,7 +40,7 @@ class Reshard:
     saved_world_size: Positive | None
     """How many ranks saved the source; null where that is unknown."""
     world_size: int
-    """How many ranks the new step is for; 0 where that is unknown."""
+    """How many ranks the new step is for."""
     mesh: str
     """How the ranks are arranged, such as `dp=4,tp=2`."""
     written: bool = False

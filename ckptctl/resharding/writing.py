@@ -21,29 +21,23 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from zlib_ng.zlib_ng import crc32_combine
 
 from ckptctl.errors import OptionError, PathNotFound, RecordUnreadable
-from ckptctl.formats.archive.directory import RecordDirectory, read_directory
+from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
-from ckptctl.records.elements import Block, block_of, record_of
-from ckptctl.records.slices import TensorSlice, blocks
+from ckptctl.records.elements import record_of
 from ckptctl.records.verification import CrcPart, Passing, check_parts, combined_crc
 from ckptctl.resharding.planning import TargetFile
-from ckptctl.resharding.reading import (
+from ckptctl.resharding.sources import (
     Buffers,
     Opened,
     Piece,
     SliceReader,
-    SourceFiles,
-)
-from ckptctl.resharding.sources import (
     SourceBytes,
     SourceDamaged,
+    SourceFiles,
     SourcePart,
     SourceTensor,
 )
@@ -168,10 +162,10 @@ class FileCopy:
         buffers: Buffers,
         count: Callable[[int], None],
     ) -> None:
-        self.file = file
         self.proof: list[Piece] = []
-        self.files = files
-        self.buffers = buffers
+        self._file = file
+        self._files = files
+        self._buffers = buffers
         self._count = count
 
     def pieces(self) -> Iterator[memoryview]:
@@ -179,29 +173,43 @@ class FileCopy:
 
         Raises `SourceDamaged` if the source does not match what was saved.
         """
-        self.proof.clear()
-        block = memoryview(bytearray(self.buffers.block))
-        with SliceReader(self.files, self.buffers) as reader:
-            for item in self.file.items:
+        block = memoryview(bytearray(self._buffers.block))
+        with SliceReader(self._files, self._buffers, self._count) as reader:
+            self.proof = reader.proof
+            for item in self._file.items:
                 if isinstance(item.entry, SourceBytes):
                     yield from self._as_it_is(item.entry, reader, block)
                 elif item.elements is not None:
-                    yield from self._record(item.entry, item.elements, reader, block)
+                    elements = reader.elements(item.entry, item.elements, block)
+                    yield from record_of(item.entry.entry.dtype, item.elements.sizes, elements)
 
     def _as_it_is(
         self, entry: SourceBytes, reader: SliceReader, block: memoryview
     ) -> Iterator[memoryview]:
         """A non-tensor record: copied whole, and verified on the way."""
         record = entry.record
+        if entry.held is not None:
+            self._count(len(entry.held))
+            yield memoryview(entry.held)
+            return
+
+        def damaged(code: str, message: str) -> SourceDamaged:
+            return SourceDamaged(self._files.finding(code, record, message))
+
+        def read_tail(n_bytes: int) -> bytes:
+            end = bytearray(n_bytes)
+            start = record.offset + record.length - n_bytes
+            reader.read(record.file, start, memoryview(end))
+            return bytes(end)
+
         passing = None
         tail = b""
         if not record.transforms:
             try:
-                directory, tail = self._directory(entry, reader)
+                directory, tail = read_directory(read_tail, record.length)
                 passing = Passing(directory, 0)
             except RecordUnreadable as error:
-                finding = self.files.finding("record.framing", record, error.message)
-                raise SourceDamaged(finding) from error
+                raise damaged("record.framing", error.message) from error
         for at in range(0, record.length, len(block)):
             piece = block[: min(len(block), record.length - at)]
             reader.read(record.file, record.offset + at, piece)
@@ -213,79 +221,18 @@ class FileCopy:
             return
         checked = check_parts(passing.directory, [passing.part], tail)
         if checked.unreadable is not None:
-            raise SourceDamaged(self.files.finding("record.framing", record, checked.unreadable))
+            raise damaged("record.framing", checked.unreadable)
         if checked.wrong is not None:
             names = ", ".join(checked.wrong.names)
-            message = f"{names} does not match the checksum saved with it"
-            raise SourceDamaged(self.files.finding("record.crc", record, message))
-
-    def _directory(self, entry: SourceBytes, reader: SliceReader) -> tuple[RecordDirectory, bytes]:
-        record = entry.record
-
-        def read_tail(n_bytes: int) -> bytes:
-            tail = bytearray(n_bytes)
-            end = record.offset + record.length
-            reader.read(record.file, end - n_bytes, memoryview(tail))
-            return bytes(tail)
-
-        return read_directory(read_tail, record.length)
-
-    def _record(
-        self, tensor: SourceTensor, wanted: TensorSlice, reader: SliceReader, block: memoryview
-    ) -> Iterator[memoryview]:
-        """The record of a slice, made of the records of the chunks that it overlaps."""
-        elements = self.elements(tensor, wanted, reader, block)
-        yield from record_of(tensor.entry.dtype, wanted.sizes, elements)
-
-    def elements(
-        self,
-        tensor: SourceTensor,
-        wanted: TensorSlice,
-        reader: SliceReader,
-        block: memoryview,
-    ) -> Iterator[Block]:
-        """The elements of a slice in row-major order, read into `block` again and again."""
-        for part in blocks(wanted.sizes, tensor.item_bytes, len(block)):
-            n_bytes = part.n_elements * tensor.item_bytes
-            if not n_bytes:
-                return
-            runs = reader.fill_block(tensor, part.moved(wanted.offsets), block)
-            for run in runs:
-                self._prove(run)
-            data = block[:n_bytes]
-            self._count(n_bytes)
-            if sum(run.length for run in runs) < n_bytes:
-                yield block_of(data)
-                continue
-            # The checksums that verify the source are also those of the new record.
-            crc = 0
-            for run in runs:
-                crc = crc32_combine(crc, run.crc, run.length)
-            yield Block(data, crc)
-
-    def _prove(self, run: Piece) -> None:
-        last = self.proof[-1] if self.proof else None
-        if last is not None and last[:2] == run[:2] and last.at + last.length == run.at:
-            joined = crc32_combine(last.crc, run.crc, run.length)
-            self.proof[-1] = last._replace(length=last.length + run.length, crc=joined)
-        else:
-            self.proof.append(run)
+            raise damaged("record.crc", f"{names} does not match the checksum saved with it")
 
 
 SCHEMA = "ckptctl.reshard-journal/1"
 MAX_BYTES = 64 << 20
 
 
-class ChunkRecord(NamedTuple):
-    """The record of chunk `number` of a tensor."""
-
-    tensor: SourceTensor
-    number: int
-
-
 def prove(
     part: SourcePart,
-    files: SourceFiles,
     pieces: Iterable[Piece],
     held_limit: int,
     limits: Limits,
@@ -297,45 +244,43 @@ def prove(
     `pieces` are those of all target files; `only` are the FQNs that were copied. Raises
     `SourceDamaged`. Records without a checksum are skipped; the caller has allowed that.
     """
+    files = part.files
     by_record: dict[tuple[str, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_record[piece.file, piece.start].append(piece)
     unproven = []
-    for record in _records(part, only):
-        place = record.tensor.chunks[record.number].record
-        opened = files.opened(record.tensor, record.number, held_limit)
-        if opened.crc is None or opened.held is not None:
-            continue
-        runs = by_record.get((place.file, place.offset), ())
-        crc = combined_crc((CrcPart(r.at, r.length, r.crc) for r in runs), opened.n_bytes)
-        if crc is None:
-            run = CrcRun(files.in_store(place.file), opened.start, opened.n_bytes)
-            unproven.append((record, opened, run))
-        elif crc != opened.crc:
-            raise damage(files, record, opened, crc)
+    wanted = None if only is None else set(only)
+    for tensor in part.tensors:
+        for number, chunk in enumerate(tensor.chunks):
+            if wanted is not None and tensor.fqn not in wanted:
+                continue
+            opened = files.opened(tensor, number, held_limit)
+            if opened.crc is None or opened.held is not None:
+                continue
+            place = chunk.record
+            runs = by_record.get((place.file, place.offset), ())
+            crc = combined_crc((CrcPart(r.at, r.length, r.crc) for r in runs), opened.n_bytes)
+            if crc is None:
+                run = CrcRun(files.in_store(place.file), opened.start, opened.n_bytes)
+                unproven.append((tensor, number, opened, run))
+            elif crc != opened.crc:
+                raise _wrong(files, tensor, number, opened, crc)
     n_read = read_runs(files.store, [run for *_, run in unproven], limits)
-    for record, opened, run in unproven:
+    for tensor, number, opened, run in unproven:
         if run.crc != opened.crc:
-            raise damage(files, record, opened, run.crc)
+            raise _wrong(files, tensor, number, opened, run.crc)
     return n_read
 
 
-def _records(part: SourcePart, only: Iterable[str] | None) -> Iterator[ChunkRecord]:
-    wanted = None if only is None else set(only)
-    for tensor in part.tensors:
-        if wanted is None or tensor.entry.fqn in wanted:
-            yield from (ChunkRecord(tensor, number) for number in range(len(tensor.chunks)))
-
-
-def damage(files: SourceFiles, record: ChunkRecord, opened: Opened, crc: int) -> SourceDamaged:
+def _wrong(
+    files: SourceFiles, tensor: SourceTensor, number: int, opened: Opened, crc: int
+) -> SourceDamaged:
     """The error for elements that do not match the checksum saved with them."""
-    place = record.tensor.chunks[record.number].record
-    name = record.tensor.entry.fqn
-    if len(record.tensor.chunks) > 1:
-        name += f" at {record.tensor.chunks[record.number].elements.offsets}"
+    chunk = tensor.chunks[number]
+    name = tensor.fqn if len(tensor.chunks) == 1 else f"{tensor.fqn} at {chunk.elements.offsets}"
     saved = opened.crc or 0
     message = f"{name} has the CRC-32 {crc:08x} in {opened.n_bytes:,} bytes, saved was {saved:08x}"
-    return SourceDamaged(files.finding("record.crc", place, message))
+    return SourceDamaged(files.finding("record.crc", chunk.record, message))
 
 
 # What an interrupted call has written: one JSON file for each complete shard file

@@ -37,7 +37,7 @@ from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata, PartFormat
 from ckptctl.options import TrainOptions
-from ckptctl.resharding.state_files import state_files
+from ckptctl.resharding.importing import state_files
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import base_name
 from ckptctl.train.agreement import ResumeDecision

@@ -152,10 +152,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], Sequence[type]]] = {
     "reject": (("reject", "ROOT@30", "--reason=test"), (Requirements, StorageOptions)),
     "diff": (("diff", "ROOT@30", "ROOT@20"), (Requirements, StorageOptions)),
     "reshard": (("reshard", "ROOT@30", "new/step_30"), (Requirements, StorageOptions)),
-    "reshard like": (
-        ("reshard", "ROOT@30", "new/step_30", "--like=ROOT@20"),
-        (Requirements, StorageOptions),
-    ),
     "convert": (("convert", "ROOT@30", "new.pt"), (Requirements, StorageOptions)),
 }
 
@@ -167,7 +163,6 @@ OWN = {
     "prune": {"level"},
     "seal": {"accept_unverifiable", "jobs"},
     "reshard": {"world_size", "accept_unverifiable", "jobs", "key"},
-    "reshard like": {"world_size", "accept_unverifiable", "jobs", "key"},
     "convert": {"world_size", "accept_unverifiable", "jobs", "key"},
 }
 

@@ -40,7 +40,7 @@ CANARY = "CaNaRy+9f/3=x&Zq"
 HARMLESS = {
     "a path or an address, in which what is secret is hidden or refused": (
         *("--evidence-dir", "--flight-recorder", "--hosts-file", "--html"),
-        *("--key-file", "--like", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
+        *("--key-file", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
         *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
         *("--state", "--transcript", "--work", "--endpoint-url", "--site", "--ignore"),
         *("--follow-links", "--resume-from", "--rows", "--config"),

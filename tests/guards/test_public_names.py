@@ -18,7 +18,7 @@ PUBLIC = {
     *("RecoveryCost", "recovery_cost"),
     *("DataUse", "data_use"),
     *("Goodput", "PastAttempt", "RunHistory", "run_history"),
-    *("plan_reshard", "reshard", "RankShare", "Reshard"),
+    *("reshard", "RankShare", "Reshard"),
     *("LossReport", "LossVerdict", "check_loss"),
     *("diff", "Diff", "Difference", "convert", "Converted"),
     *("Finding", "Level", "Severity", "StatePart", "TrainState", "Verdict", "WorldSize"),

@@ -119,7 +119,7 @@ def test_what_is_there_is_never_replaced(source, target):
 def test_a_name_that_makes_it_another_step_is_refused(source, target):
     newer = target.with_name("step_9999")
     with pytest.raises(ckptctl.UsageError, match="pick would treat it as step 9999"):
-        ckptctl.plan_reshard(str(source), str(newer), world_size=3)
+        ckptctl.reshard(str(source), str(newer), world_size=3, apply=False)
     assert not newer.exists()
 
 
@@ -191,17 +191,19 @@ def large(tmp_path: Path) -> Path:
     return step
 
 
-def test_files_that_are_written_and_proven_are_not_written_again(large, target, tmp_path):
+def test_files_that_are_written_and_proven_are_not_written_again(target, tmp_path):
     import torch
 
-    like = tmp_path / "like" / "step_1"
-    boxes = grid((64, 256), [[4, 8, 12], []])  # the last of the four files is the longest
-    write_step(like, {"model.w": (torch.zeros(64, 256), boxes)}, n_files=4)
-    words = ["reshard", large, target, "--like", like, "--apply", "--jobs", 1]
-    done = run_on_full_disk(20_000, *words)
+    step = tmp_path / "run" / "step_300"
+    whole = (torch.ones(2048), [((0,), (2048,))])  # in the last file, which is then the longest
+    rows = (torch.zeros(64, 256), grid((64, 256), [[16, 32, 48], []]))
+    write_step(step, {"model.w": rows, "model.v": whole}, {"step": 300})
+    done = run_on_full_disk(
+        27_000, "reshard", step, target, "--world-size", 3, "--apply", "--jobs", 1
+    )
     assert done.returncode == 75
-    answer = ckptctl.reshard(str(large), str(target), like=str(like))
-    assert (answer.written, answer.continued) == (True, 3)
+    answer = ckptctl.reshard(str(step), str(target), world_size=3)
+    assert (answer.written, answer.continued) == (True, 2)
     assert ckptctl.verify(str(target), level=Level.CONTENT, require_seal=True).usable
     assert {path.name for path in target.parent.iterdir()} == {"step_300", ".ckptctl"}
 

@@ -126,7 +126,7 @@ def test_records_without_checksums_are_taken_on_request_only(checkpoints, tmp_pa
 def test_what_is_no_sharded_dcp_is_refused(checkpoints, tmp_path, variant):
     source = checkpoints / variant / "step_100"
     with pytest.raises(ckptctl.UsageError, match="not sharded DCP"):
-        ckptctl.plan_reshard(str(source), str(tmp_path / "step_100"), world_size=3)
+        ckptctl.reshard(str(source), str(tmp_path / "step_100"), world_size=3, apply=False)
 
 
 FRAMEWORKS = {

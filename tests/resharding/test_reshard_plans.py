@@ -12,8 +12,7 @@ import ckptctl
 from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.model import ByteRange, Chunks, TensorEntry
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.mesh import Mesh, parse_mesh, parse_rules
-from ckptctl.resharding.planning import Wanted, plan, shares
+from ckptctl.resharding.planning import Mesh, Wanted, parse_mesh, parse_rules, plan, shares
 from ckptctl.resharding.sources import Source, SourceChunk, SourcePart, SourceTensor
 
 N_TENSORS, N_RANKS, ROWS = 2000, 256, 25_600
@@ -73,25 +72,18 @@ def test_the_plan_is_shown_and_nothing_is_written(step, tmp_path):
 
 def test_the_written_files_are_as_large_as_planned(step, tmp_path):
     target = tmp_path / "step_300"
-    planned = ckptctl.plan_reshard(step, str(target), world_size=5)
+    planned = ckptctl.reshard(step, str(target), world_size=5, apply=False)
     assert ckptctl.reshard(step, str(target), world_size=5).written
     for share in planned.shares:
         assert (target / share.file).stat().st_size == share.n_bytes
 
 
-@pytest.mark.parametrize(("per_rank", "n_rng"), [("keep", 4), ("drop", 0)])
-def test_state_of_each_rank_is_carried_or_left_out(step, tmp_path, per_rank, n_rng):
+def test_state_of_each_rank_is_carried_along_with_a_finding(step, tmp_path):
     target = tmp_path / "step_300"
-    answer = ckptctl.reshard(step, str(target), world_size=3, per_rank=per_rank)
+    answer = ckptctl.reshard(step, str(target), world_size=3)
     assert {finding.where for finding in answer.findings} == {"dataloader", "rng"}
-    rng = ckptctl.show(str(target)).state.rng
-    assert (rng.n_ranks or 0) == n_rng
-
-
-def test_state_of_each_rank_may_be_a_reason_to_refuse(step, tmp_path):
-    done = run_ckptctl("reshard", step, tmp_path / "x", "--world-size", 3, "--per-rank", "refuse")
-    assert done.returncode == 24
-    assert "exists once per rank, for 4 ranks" in done.stderr
+    assert "exists once per rank, for 4 ranks" in answer.findings[0].message
+    assert ckptctl.show(str(target)).state.rng.n_ranks == 4
 
 
 def test_the_model_alone_is_taken_where_that_is_asked_for(step, tmp_path):
@@ -102,7 +94,7 @@ def test_the_model_alone_is_taken_where_that_is_asked_for(step, tmp_path):
 
 def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
     with pytest.raises(ckptctl.UsageError, match="at least 96 MiB"):
-        ckptctl.plan_reshard(step, str(tmp_path / "x"), world_size=3, memory=1 << 20)
+        ckptctl.reshard(step, str(tmp_path / "x"), world_size=3, memory=1 << 20, apply=False)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,6 @@ def test_no_more_memory_is_asked_for_than_can_be_worked_in(step, tmp_path):
             "has 2 dimensions",
             "--shard model.up.weight=1",
         ),
-        (("--like", "x", "--world-size", "3"), "do not combine it", "--like x"),
         (("--world-size", "3", "--memory", "lots"), "is a size like 256M", "--memory 1G"),
         (("--world-size", "3", "--only", "optimizer"), "there is only model", "--only model"),
     ],
@@ -145,7 +136,7 @@ def test_what_cannot_be_meant_is_said_with_the_command_that_can(
 
 
 def test_ranks_along_which_nothing_is_cut_can_be_said_to_hold_copies(step, tmp_path):
-    planned = ckptctl.plan_reshard(step, str(tmp_path / "x"), mesh="dp=2,rep=2")
+    planned = ckptctl.reshard(step, str(tmp_path / "x"), mesh="dp=2,rep=2", apply=False)
     assert (planned.world_size, planned.exit_code) == (4, 0)
 
 

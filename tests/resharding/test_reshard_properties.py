@@ -18,10 +18,8 @@ from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.model import DTYPE_SIZES, Level
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.resharding.executing import Place, WriteOptions, Written, write
-from ckptctl.resharding.mesh import Mesh, ShardRule, chunked, sharded
-from ckptctl.resharding.planning import Plan, Wanted, plan
-from ckptctl.resharding.reading import Buffers
-from ckptctl.resharding.sources import source_of
+from ckptctl.resharding.planning import Mesh, Plan, ShardRule, Wanted, chunked, plan, sharded
+from ckptctl.resharding.sources import Buffers, source_of
 from ckptctl.resharding.writing import WriteLimits
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.local import LocalStore
@@ -70,7 +68,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
         planned = plan(source_of(inspected), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)
         budget = WriteLimits(2, Buffers(block, block, 1 << 20))
-        written = write(planned, found, place, budget, WriteOptions())
+        written = write(planned, place, budget, WriteOptions())
         assert isinstance(written, Written), written.findings
     return planned
 
@@ -108,10 +106,9 @@ def there_and_back(step, mesh, dim, block, transposed, n_files) -> None:
             target.parent.mkdir()
         cut_anew(source, there, Wanted(mesh, rules), block)
         check_same(source, there)
-        done = ckptctl.reshard(str(there), str(back), like=str(source))
+        done = ckptctl.reshard(str(there), str(back), world_size=3)
         assert done.written, done.report.findings
         check_same(source, back)
-        assert slices_of(back) == slices_of(source)
 
 
 OUT_AND_IN = {
@@ -164,16 +161,6 @@ def test_there_and_back_gives_the_same_bytes(**example):
 @given(**OUT_AND_IN)
 def test_out_and_in_again_gives_the_same_bytes(**example):
     out_and_in(**example)
-
-
-def slices_of(step: Path) -> dict[str, set]:
-    from ckptctl.formats.dcp.metadata import decode_metadata
-
-    read = decode_metadata((step / ".metadata").read_bytes())
-    return {
-        fqn: {(chunk.offsets, chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes)}
-        for fqn, tensor in read.tensors.items()
-    }
 
 
 @given(n=st.integers(0, 1000), n_parts=st.integers(1, 64))
