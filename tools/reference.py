@@ -14,7 +14,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,9 @@ def _block(name: str) -> str:
     writers: dict[str, Callable[[str], Iterator[str]]] = {
         "commands": lambda _: _commands(),
         "command": _command,
-        "common": lambda _: _table(_rows(_options(COMMANDS[0], common=True))),
-        "several": lambda _: _table(_several()),
+        "arguments": lambda _: _shared_arguments(),
+        "common": lambda _: _rows(_options(COMMANDS[0], common=True)),
+        "several": lambda _: iter(_several()),
         "exit": lambda _: _exit_codes(),
         "findings": lambda _: _findings(),
     }
@@ -78,61 +79,68 @@ def _options(command: str, *, common: bool) -> list[Any]:
 
 
 def _commands() -> Iterator[str]:
-    yield "| command | answers |"
-    yield "|---|---|"
     for heading, summaries in SUMMARIES.items():
-        yield f"| *{heading}* | |"
+        yield f"**{heading}**"
+        yield ""
         for name, summary in summaries.items():
-            yield f"| [`{name}`](#{name}) | {summary} |"
+            yield f"- [`{name}`](#{name}): {summary}"
+        yield ""
 
 
 def _command(name: str) -> Iterator[str]:
     arguments = [p for p in command_of(name).params if p.param_type_name == "argument"]
     usage = " ".join(p.metavar if p.required else f"[{p.metavar}]" for p in arguments)
     yield f"`ckptctl {name} [OPTIONS] {usage}`"
-    yield ""
-    for argument in arguments:
-        yield f"- `{argument.metavar}`: {argument.help}"
+    lines = [f"- `{argument.metavar}`: {argument.help}" for argument in arguments]
+    shared_arguments = _shared_arguments()
+    own_arguments = [line for line in lines if line not in shared_arguments]
+    if own_arguments:
+        yield ""
+        yield from own_arguments
     rows = {row: option for option in _options(name, common=False) for row in _rows([option])}
     several = _several()
     own = [row for row in rows if row not in several]
     shared = [f"`{rows[row].opts[0]}`" for row in rows if row in several]
     if own:
         yield ""
-        yield from _table(own)
+        yield from own
     if shared:
         yield ""
-        several_commands = "[options of several commands](#options-of-several-commands)"
-        yield f"Also {several_commands}: {', '.join(shared)}."
+        yield f"Also [shared options](#options-of-several-commands): {', '.join(shared)}."
     yield ""
     yield f"Exit codes: [{', '.join(map(str, load(name).exit_codes))}](#exit-codes)."
 
 
 @cache
+def _shared_arguments() -> Sequence[str]:
+    """The lines of the arguments that several commands have."""
+    lines = [
+        f"- `{argument.metavar}`: {argument.help}"
+        for name in COMMANDS
+        for argument in command_of(name).params
+        if argument.param_type_name == "argument"
+    ]
+    return [line for line, n in Counter(lines).items() if n > 1]
+
+
+@cache
 def _several() -> Sequence[str]:
-    """The rows that three commands or more have, one for each name, in their order."""
+    """The rows that two commands or more have, one for each name, in their order."""
     rows = [row for name in COMMANDS for row in _rows(_options(name, common=False))]
     several: dict[str, str] = {}
     for row, n in Counter(rows).most_common():
-        if n > 2:  # another meaning of the same name is left to the sections
-            several.setdefault(row.split()[1], row)
+        if n > 1:  # another meaning of the same name is left to the sections
+            several.setdefault(row.split()[1].strip(":,"), row)
     return [row for row in dict.fromkeys(rows) if row in several.values()]
-
-
-def _table(rows: Iterable[str]) -> Iterator[str]:
-    yield "| option | variable | default | meaning |"
-    yield "|---|---|---|---|"
-    yield from rows
 
 
 def _rows(options: list[Any]) -> Iterator[str]:
     for option in options:
         names = ", ".join(f"`{name}`" for name in option.opts)
-        value = value_of(option).replace("|", "\\|")
-        value = f" `{value}`" if value else ""
+        value = f" `{value_of(option)}`" if value_of(option) else ""
         meaning = option.help.replace("<", "&lt;")
-        variable = f"`{option.envvar}`" if option.envvar else ""
-        yield f"| {names}{value} | {variable} | {default_of(option)} | {meaning} |"
+        default = f" Default: {default_of(option)}." if default_of(option) else ""
+        yield f"- {names}{value}: {meaning}{default}"
 
 
 def _exit_codes() -> Iterator[str]:
@@ -143,13 +151,17 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _findings() -> Iterator[str]:
-    yield "| code | severity | verdict | means |"
-    yield "|---|---|---|---|"
+    by_verdict: dict[str, list[str]] = {}
     for code, meaning in sorted(CODES.items()):
         forced = meaning.verdict or FORCES.get(code)
-        verdict = forced.value if forced else ""
-        link = f"[`{code}`](../../ckptctl/pages/{code}.md)"
-        yield f"| {link} | {meaning.severity.value} | {verdict} | {meaning.title} |"
+        line = f"- [`{code}`](../../ckptctl/pages/{code}.md): {meaning.title}"
+        by_verdict.setdefault(forced.value if forced else meaning.severity.value, []).append(line)
+    last = [severity for severity in ("warning", "note") if severity in by_verdict]
+    for verdict in [*(name for name in by_verdict if name not in last), *last]:
+        yield f"## {verdict}"
+        yield ""
+        yield from by_verdict[verdict]
+        yield ""
 
 
 def _modules() -> Iterator[str]:

@@ -36,34 +36,31 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     3: ExitCode(
         "success, but another step may be newer",
-        "Only `pick --detailed-exitcode` returns it. Resume from the path on standard output. "
-        "Standard error lists the newer steps and why they were refused, and other saves that may "
-        "be newer.",
+        "Only `pick --detailed-exitcode` returns it. Resume from the path on standard output; "
+        "standard error lists the newer steps and why they were refused.",
         "not needed",
     ),
     10: ExitCode(
         "no step at all: a fresh run",
-        "The storage answered: the root does not exist, or never had a usable step. Start from "
-        "the beginning if you expect that (`--allow-fresh` turns the code into 0, and `--create` "
-        "creates the root). Otherwise check the path of the root.",
+        "The root does not exist, or never had a usable step. If you expect that, `--allow-fresh` "
+        "turns the code into 0, and `--create` creates the root. Otherwise check its path.",
     ),
     11: ExitCode(
         "steps exist, none is usable",
         "Also returned if there are no steps and the root's records do not prove that there never "
-        "were any. Never start fresh: page someone. The message names the newest step that is "
-        "sound at the requested level, if there is one. Continue with the next command: it "
-        "follows from the reason, which `pick --print reason` prints as a word. `ckptctl scan "
-        "ROOT` lists every step with its reason.",
+        "were any. Never start fresh: page someone. Continue with the next command, which follows "
+        "from the reason (`pick --print reason`). `ckptctl scan ROOT` lists every step with its "
+        "reason.",
     ),
     20: ExitCode(
         "incomplete",
-        "Part of the step was never written or is missing. Use another step: `ckptctl pick ROOT`.",
+        "Part of the step was never written or is missing: `ckptctl pick ROOT`.",
         "no; use another step",
     ),
     21: ExitCode(
         "corrupt",
-        "The contents of the step are wrong or contradict each other. Use another step: `ckptctl "
-        "pick ROOT`. Keep this one for the investigation.",
+        "The contents of the step are wrong or contradict each other: `ckptctl pick ROOT`. Keep "
+        "this one for the investigation.",
         "no; use another step",
     ),
     22: ExitCode(
@@ -90,8 +87,7 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     26: ExitCode(
         "changed during the inspection, or a save is in progress",
-        "Try again in a few minutes. `pick` never ends with this code: it inspects a step that "
-        "changed once more, and skips it if it changes again or is being saved.",
+        "Try again in a few minutes. `pick` never ends with this code: it skips such a step.",
         "yes",
     ),
     27: ExitCode(
@@ -107,21 +103,20 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     29: ExitCode(
         "faults found in a script, an environment or a storage",
         "Only `doctor` returns it; warnings and notes end with 0. The output states each fault "
-        "and its correction. Correct them before a job depends on it.",
+        "and its correction.",
     ),
     30: ExitCode(
         "the loss is not continuous across the resume",
-        "The resume was not correct, or the step is not good. Stop the job. Reject the step with "
-        "the reason (`ckptctl reject STEP`), then choose an older one (`ckptctl pick ROOT`). From "
-        "`data`: samples were repeated or skipped; the output names the epochs.",
+        "The resume was not correct, or the step is not good. Stop the job, reject the step "
+        "(`ckptctl reject STEP`), then choose an older one (`ckptctl pick ROOT`). From `data`: "
+        "samples were repeated or skipped.",
         "no; fall back",
     ),
     31: ExitCode(
         "not enough data to decide whether the loss is continuous",
         "Wait for more logged steps and run the command again. Log every step around saves, and "
-        "keep the logs from before the failure. From `rerun`: the replays do not decide; the "
-        "message states what is missing. From `data`: the ledger does not decide whether samples "
-        "were repeated or skipped; the output states what would show it.",
+        "keep the logs from before the failure. From `rerun` and `data`: the replays, or the "
+        "ledger, do not decide; the message states what is missing.",
         "yes, with more logged steps",
     ),
     32: ExitCode(
@@ -131,27 +126,25 @@ EXIT_CODES: Mapping[int, ExitCode] = {
     ),
     33: ExitCode(
         "the job does not survive a fault of the drill",
-        "Only `drill` returns it. The report names each fault, what happened, and the folder with "
-        "the logs and the transcript of RB-7.",
+        "Only `drill` returns it. The report names each fault and what happened.",
         "yes, after a change of the job",
     ),
     34: ExitCode(
         "a suspicious value comes from the hardware of these nodes",
-        "Only `rerun` returns it: the same nodes repeat the value, and others do not. Take the "
-        "nodes out of the pool, and resume elsewhere from a step before the value.",
+        "Only `rerun` returns it. Take the nodes out of the pool, and resume elsewhere from a "
+        "step before the value.",
         "yes, on other nodes",
     ),
     35: ExitCode(
         "done, with something that a person accepted against what was found",
-        "Only `runbook run` returns it: the run reached its end, and somebody accepted lost train "
-        "state, a suspect loss or a lower throughput. The last line and the transcript name who "
-        "and why. Continue if you accept it too.",
+        "Only `runbook run` returns it: somebody accepted lost train state, a suspect loss or a "
+        "lower throughput. The last line and the transcript name who and why.",
         "not needed",
     ),
     36: ExitCode(
         "no newer step was proven for several save intervals",
-        "Only `watch --once` returns it. The job saves nothing, or nothing that is whole, whatever "
-        "it reports: look at its log, at the space on the storage, and at `ckptctl scan ROOT`.",
+        "Only `watch --once` returns it. The job saves nothing that is whole: look at its log, at "
+        "the space on the storage, and at `ckptctl scan ROOT`.",
         "not needed",
     ),
     75: ExitCode(

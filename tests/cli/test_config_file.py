@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY
 
 from ckptctl.cli.app import run
-from ckptctl.cli.commands import keys_of
+from ckptctl.cli.commands import command_of, keys_of
 from ckptctl.cli.config import CONFIGURED, ONLY_IF_NAMED
 from ckptctl.runbook.executing import execute
 
@@ -296,7 +295,6 @@ def test_every_key_that_starts_writes_or_reaches_something_is_one_of_a_command()
 
 
 def test_the_key_of_an_option_is_its_variable_in_small_letters():
-    text = (REPOSITORY / "docs" / "reference.md").read_text()
-    variables = set(re.findall(r"`CKPTCTL_([A-Z_]+)`", text))
-    every = {key for name in CONFIGURED for key in keys_of(name)} - {"root"}
-    assert {key.upper() for key in every} <= variables
+    variables = {option.envvar for name in CONFIGURED for option in command_of(name).params}
+    keys = {key for name in CONFIGURED for key in keys_of(name)} - {"root"}
+    assert {f"CKPTCTL_{key.upper()}" for key in keys} <= variables

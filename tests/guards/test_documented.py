@@ -49,6 +49,7 @@ def test_the_manual_page_is_what_the_command_line_says():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_help_text_a_row_in_the_reference_and_its_variable(command):
+    (without_variable,) = re.findall(r"consent to it \((.*?)\), have no variable", REFERENCE)
     for option in options(command):
         name = max(option.opts, key=len)
         if name in HELP:
@@ -62,10 +63,11 @@ def test_every_option_has_a_help_text_a_row_in_the_reference_and_its_variable(co
             # The warning about its variable finds the option by the parameter's name.
             assert name == "--" + option.name.replace("_", "-")
             assert option.envvar is None, name
-            assert f"`{variable}`" not in REFERENCE, name
+            assert f"`{name}`" in without_variable, name
         else:
             assert option.envvar == variable, name
-            assert f"`{variable}`" in REFERENCE, name
+            assert f"`{name}`" not in without_variable, name
+    assert all(f"`{variable}`" in REFERENCE for variable in OTHER_VARIABLES.values())
 
 
 def test_options_without_a_variable_are_those_that_change_or_remove():
