@@ -37,7 +37,7 @@ def renewed(text: str) -> str:
 
 def _classes() -> Iterator[str]:
     for each in CLASSES.values():
-        yield f"| `{each.domain.value}` | `{each.name}`: {each.means} | {each.advice} |"
+        yield f"| `{each.domain.value}` | `{each.name}`: {each.means} |"
 
 
 def labelled(name: str) -> list[tuple[str, str]]:
