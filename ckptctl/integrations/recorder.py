@@ -17,9 +17,7 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import CkptctlError, UsageError
 from ckptctl.formats.frameworks.layouts import step_name
-from ckptctl.formats.own.documents import ResumeDocument
 from ckptctl.formats.own.files import utc_now
-from ckptctl.formats.own.ledger import REPORT_SCHEMA
 from ckptctl.loss.checking import LossReport, check_loss
 from ckptctl.loss.verdict import LossVerdict
 from ckptctl.options import JOB_TIMEOUT_S
@@ -27,7 +25,7 @@ from ckptctl.selection.sealing import seal
 from ckptctl.storage.opening import base_name, join_url, open_store
 from ckptctl.storage.shared_places import open_appended
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.train.ledger import new_attempt, put_report, to_stderr
+from ckptctl.train.ledger import new_attempt, put_report, report_of, to_stderr
 
 LOG = "train.jsonl"
 """The log in the root, where the caller names no other."""
@@ -191,25 +189,14 @@ class Recorder(Sealer):
         words = "this is a fresh start" if step is None else f"resuming from step {step}"
         self._write({"time": utc_now(), "attempt": self._attempt, "message": words})
         cluster = cluster_context().placed(self._group.rank, self._group.size)
-        report: ResumeDocument = {
-            "attempt": self._attempt,
-            "at": utc_now(),
-            "root": self._root,
+        # The framework does not report what it restored.
+        report = report_of(self._root, self._attempt, self._group.size) | {
             "step": step,
             "path": None if step is None else f"{self._root}@{step}",
-            "tokens": None,
-            "fell_back": False,
-            "rejected": [],
-            "superseded": [],
-            "world_size": self._group.size,
-            "saved_world_size": None,
-            "previous_attempt": None,
-            # The framework does not report what it restored.
-            "state": {"restored": [], "derived": [], "lost": []},
             "cluster": cluster,
         }
         with open_store(self._root) as store:
-            put_report(store, self._attempt, {"schema": REPORT_SCHEMA, **report})
+            put_report(store, self._attempt, report)
 
     def _write(self, row: dict[str, object]) -> None:
         assert self._file is not None  # noqa: S101 - asked for where there is one

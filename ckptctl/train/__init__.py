@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ckptctl.train.graceful import GracefulStop as GracefulStop
     from ckptctl.train.graceful import outlive_stop as outlive_stop
     from ckptctl.train.heartbeats import heartbeat as heartbeat
-    from ckptctl.train.job import Start as Start
     from ckptctl.train.liveness import GpuReport as GpuReport
     from ckptctl.train.liveness import Liveness as Liveness
     from ckptctl.train.liveness import check_gpu as check_gpu
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from ckptctl.train.loss_guard import LossKind as LossKind
     from ckptctl.train.reader import Reader as Reader
     from ckptctl.train.resolving import resolve as resolve
+    from ckptctl.train.restoring import Start as Start
     from ckptctl.train.samples import GlobalLoader as GlobalLoader
     from ckptctl.train.samples import Order as Order
     from ckptctl.train.samples import SamplesDigest as SamplesDigest
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ckptctl.train.checkpointer": "Checkpointer",
     "ckptctl.train.data_ledger": "DataLedger",
-    "ckptctl.train.job": "Start",
+    "ckptctl.train.restoring": "Start",
     "ckptctl.distributed.launcher": "Cluster cluster_context",
     "ckptctl.train.graceful": "GracefulStop outlive_stop",
     "ckptctl.train.heartbeats": "heartbeat",

@@ -26,7 +26,7 @@ from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Folders, Store, StoreKind
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.train.agreement import ResumeDecision
-from ckptctl.train.job import Job
+from ckptctl.train.restoring import Job
 
 
 def abandoned_branches(job: Job, decision: ResumeDecision) -> tuple[Branch, ...]:

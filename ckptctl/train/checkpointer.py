@@ -44,18 +44,17 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S, start_daemon
 from ckptctl.train.agreement import Selection
-from ckptctl.train.attempt import RECORD_TIMEOUT_S, RankAttempt
 from ckptctl.train.data_ledger import DataLedger
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
-from ckptctl.train.job import Job, Start, Tell
-from ckptctl.train.ledger import to_stderr
+from ckptctl.train.ledger import RECORD_TIMEOUT_S, RankAttempt, to_stderr
 from ckptctl.train.loss_guard import why_lost
 from ckptctl.train.moving import check_names
 from ckptctl.train.passes import follow_all
+from ckptctl.train.restoring import Job, Start, Tell
 from ckptctl.train.resuming import Resume
 from ckptctl.train.samples import check_order
-from ckptctl.train.saving import SaveTarget, Stager, StateToSave, StepSave, check_step_format
+from ckptctl.train.saving import Stager, StateToSave, StepSave, check_step_format
 from ckptctl.train.state import (
     Parts,
     RankPosition,
@@ -320,16 +319,8 @@ class Checkpointer:
         attempt = self._begun()
         if self._job.group.is_first and step > attempt.saved:
             attempt.record(SavingLine(step=step))
-        target = SaveTarget(
-            self._save_store,
-            group,
-            attempt.token,
-            self._job.options.step_format,
-            self._job.options.seal,
-            self._job.selection.requirements.key,
-            attempt.origin,
-        )
-        return StepSave(target, step)
+        key = self._job.selection.requirements.key
+        return StepSave(self._save_store, group, step, attempt, self._job.options, key)
 
     def _state(
         self,

@@ -31,8 +31,7 @@ from ckptctl.formats.own.data_ledger import (
     keys_of,
 )
 from ckptctl.formats.own.files import MAX_STRING
-from ckptctl.train.batch_ids import has_ids, samples_of_epoch
-from ckptctl.train.passes import passes_of
+from ckptctl.train.passes import has_ids, passes_of, samples_of_epoch
 from ckptctl.train.samples import GlobalLoader
 
 MOST_IDS = 1_000_000

@@ -3,7 +3,6 @@
 Each attempt has one file under `.ckptctl/attempts/` of the root, whose lines `formats.own.ledger`
 defines. The report of the resume is beside it; rank 0 prints its lines to standard error unless
 the script gives a function of its own. No other module of `train/` prints.
-`attempt` decides what the records of several attempts prove against a step.
 """
 
 from __future__ import annotations
@@ -14,24 +13,39 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+from ckptctl.distributed.launcher import Cluster
 from ckptctl.distributed.process_table import own_process
-from ckptctl.errors import AlreadyExists, CkptctlError
+from ckptctl.errors import AlreadyExists, CkptctlError, StorageError
+from ckptctl.findings import Report
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
-from ckptctl.formats.own.ledger import REPORT_SCHEMA, LedgerLine
+from ckptctl.formats.own.ledger import (
+    REPORT_SCHEMA,
+    EndedLine,
+    FailedLine,
+    LedgerLine,
+    ProgressLine,
+    ResumedLine,
+)
+from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
+from ckptctl.formats.own.seals import Origin
 from ckptctl.formatting import counted, duration
 from ckptctl.redaction import redacted
-from ckptctl.selection.history import ATTEMPTS_FOLDER
+from ckptctl.selection.fencing import Token
+from ckptctl.selection.history import ATTEMPTS_FOLDER, read_attempts
+from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import join_url
+from ckptctl.storage.opening import base_name, join_url
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.train.job import Job, Restored
+from ckptctl.train.abandoning import Held, inspect_listed
+from ckptctl.train.restoring import Job, Restored
 
 _TIME = "%Y%m%dT%H%M%S.%fZ"
 
@@ -158,34 +172,47 @@ def to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
-def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
-    """The report (schema `ckptctl.resume/1`) without the fields of the attempt; on rank 0 only."""
-    decision, saved, rejected = restored.decision, restored.saved, restored.rejected
+def report_of(root: str, attempt: str | None, world_size: int) -> dict[str, Any]:
+    """A report (schema `ckptctl.resume/1`) of a fresh run, of which nothing was restored."""
     return {
         "schema": REPORT_SCHEMA,
-        "attempt": None,
+        "attempt": attempt,
         "at": utc_now(),
-        "root": job.root,
+        "root": root,
+        "step": None,
+        "path": None,
+        "tokens": None,
+        "fell_back": False,
+        "rejected": [],
+        "superseded": [],
+        "warnings": [],
+        "world_size": world_size,
+        "saved_world_size": None,
+        "previous_attempt": None,
+        "state": {"restored": [], "derived": [], "lost": []},
+        "cluster": None,
+    }
+
+
+def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
+    """The report of a resume without the fields of the attempt; on rank 0 only."""
+    decision, saved, rejected = restored.decision, restored.saved, restored.rejected
+    return report_of(job.root, None, job.group.size) | {
         "step": decision.step,
         "path": decision.path,
         "tokens": saved.tokens,
         "fell_back": decision.step is not None and (decision.fell_back or bool(rejected)),
         "rejected": [
             {
-                "step": one.step,
-                "path": one.path,
-                "verdict": one.verdict,
-                "reason": redacted(one.reason),
+                "step": refused.step,
+                "path": refused.path,
+                "verdict": refused.verdict,
+                "reason": redacted(refused.reason),
             }
-            for one in rejected
+            for refused in rejected
         ],
-        "superseded": [],
-        "warnings": [],
-        "world_size": job.group.size,
         "saved_world_size": saved.world_size,
-        "previous_attempt": None,
         "state": restored.inventory.document(),
-        "cluster": None,
     }
 
 
@@ -214,3 +241,256 @@ def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]
             yield f"{word}: {', '.join(names)}"
     for note in restored.inventory.notes:
         yield f"note: {note}"
+
+
+# An attempt of the job, and what the records of several prove against a step
+#
+# A step is marked rejected where two failures came soon after the attempts had resumed from it; it
+# is passed over from then on, and stays where it is. Evidence names the digests of the metadata
+# that was loaded, as marks do: a failure after an older save of the same number is no evidence
+# against the present one. A failure that followed another step too is the script's. Signals,
+# preemption and ends without a known cause do not count.
+
+
+PROGRESS_EVERY_S = 30.0
+"""How often progress is recorded, in seconds."""
+
+RECORD_TIMEOUT_S = 5.0
+"""The timeout of a background write of one line, and of the wait at the end."""
+
+Hook = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class RankAttempt:
+    """One attempt of the job, on one of its ranks.
+
+    `step` is the current training step, `saved` the newest step that is saved or being
+    saved, `loss` the last one that was noted.
+    """
+
+    token: Token
+    ledger: Ledger
+    resumed_from: int | None = None
+    step: int = 0
+    saved: int = 0
+    loss: float | None = None
+    cluster: Cluster | None = None
+    _noted_s: float = -math.inf
+    _stalled_s: float = 0.0
+    _stalled_since_s: float | None = None
+    _has_failed: bool = False
+    _error: str | None = None
+    _over: bool = False
+    _hooks: tuple[Hook, Hook] | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """The description of the attempt in the seals of its steps."""
+        job, node = (self.cluster.job, self.cluster.node) if self.cluster else (None, None)
+        return Origin(self.token.attempt, self.resumed_from, job or "", node or "")
+
+    def record(self, line: LedgerLine) -> None:
+        """Write a line in a thread; does not delay training and never raises."""
+        with suppress(CkptctlError):
+            self.ledger.add_later(replace(line, stalled_s=round(self.stalled_s, 3)))
+
+    @property
+    def stalled_s(self) -> float:
+        """How long saves have kept this rank from training so far."""
+        since_s = self._stalled_since_s
+        return self._stalled_s + (0.0 if since_s is None else clock_s() - since_s)
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Count the time inside as a stall; inside another stall it is counted once."""
+        if self._stalled_since_s is not None:
+            yield
+            return
+        self._stalled_since_s = clock_s()
+        try:
+            yield
+        finally:
+            self._stalled_s, self._stalled_since_s = self.stalled_s, None
+
+    def note(self, step: int, loss: float | None) -> None:
+        """Set the current step; rank 0 records it from time to time."""
+        self.step = step
+        self.loss = self.loss if loss is None else loss
+        if self.ledger.rank != 0:
+            return
+        if loss is not None and not math.isfinite(loss):
+            self.failed(NOT_FINITE)
+        elif time.monotonic() - self._noted_s > PROGRESS_EVERY_S:
+            self._noted_s = time.monotonic()
+            self.record(ProgressLine(step=step, loss=loss))
+
+    def failed(self, evidence: str) -> None:
+        """Record the first failure only: later ones are its consequences."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        self.record(FailedLine(step=self.step, evidence=evidence))
+
+    def ended_by(self, error: BaseException) -> None:
+        """Take note of what ends the attempt, and record it if it is evidence against the step."""
+        self._error = error.code if isinstance(error, CkptctlError) else _class_of(error)
+        evidence = signature_of(error)
+        if evidence is not None:
+            self.failed(evidence)
+        self._has_failed = True
+
+    def watch(self) -> None:
+        """Install a hook that records an uncaught exception."""
+        before = sys.excepthook
+
+        def seen(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            self.ended_by(error)
+            before(kind, error, trace)
+
+        sys.excepthook = seen
+        self._hooks = (before, seen)
+
+    def leave(self, how: str) -> None:
+        """Record the end, once, and restore the hook that `watch` replaced."""
+        if self._hooks is not None and sys.excepthook is self._hooks[1]:
+            sys.excepthook = self._hooks[0]
+        self._hooks = None
+        if not self._over and self.ledger.rank == 0:
+            how = "exception" if self._has_failed else how
+            self.record(EndedLine(step=self.step, how=how, error=self._error))
+        self._over = True
+        self.ledger.close(RECORD_TIMEOUT_S)
+
+
+WITHIN_STEPS = 20
+"""A failure within this many steps of a resume may be caused by the loaded step."""
+
+NOT_FINITE = "non-finite loss"
+
+Attempts = Sequence[tuple[str, Sequence[LedgerLine]]]
+"""The attempts and their lines, oldest first."""
+
+_OF_OTHERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError")
+_MESSAGES_OF_OTHERS = ("connection closed", "connection reset", "timed out", "gloo", "nccl")
+
+
+def signature_of(error: BaseException) -> str | None:
+    """A description that is equal for equal failures; None if it proves nothing.
+
+    A lost rank, a failing storage and a lack of memory are no evidence against a step.
+    """
+    if not isinstance(error, Exception) or isinstance(error, (CkptctlError, OSError, MemoryError)):
+        return None
+    message = str(error).lower()
+    if type(error).__name__ in _OF_OTHERS or any(one in message for one in _MESSAGES_OF_OTHERS):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name}" if frames else ""
+    return f"{_class_of(error)}{where}"
+
+
+def _class_of(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that failed soon after resuming from `step`.
+
+    `metadata` are the SHA-256 of the metadata files that it loaded, by path.
+    """
+
+    attempt: str
+    step: int
+    metadata: Mapping[str, str]
+    evidence: str
+
+
+def failures_in(attempts: Attempts) -> Iterator[Failure]:
+    """Yield at most one failure per attempt: the first that has evidence."""
+    for attempt, lines in attempts:
+        resumed = next((line for line in lines if isinstance(line, ResumedLine)), None)
+        if resumed is None or resumed.step is None or resumed.metadata is None:
+            continue
+        for line in lines:
+            match line:
+                case FailedLine(step=int(at), evidence=str(evidence)):
+                    if 0 <= at - resumed.step <= WITHIN_STEPS:
+                        yield Failure(attempt, resumed.step, resumed.metadata, evidence)
+                        break
+
+
+def read_failures(store: Store) -> Attempts:
+    """What the newest attempts resumed from, and how they failed; raises `StorageError`."""
+    return tuple(read_attempts(store, events=("resumed", "failed")))
+
+
+def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
+    """By step: the failures of at least two attempts with equal evidence after one save of it.
+
+    Evidence that also applies to another step is left out.
+    """
+    steps_of: dict[str, set[int]] = {}
+    held: dict[tuple[int, str, str], list[Failure]] = {}
+    for failure in failures_in(attempts):
+        steps_of.setdefault(failure.evidence, set()).add(failure.step)
+        save = repr(sorted(failure.metadata.items()))
+        held.setdefault((failure.step, save, failure.evidence), []).append(failure)
+    found: dict[int, list[tuple[Failure, ...]]] = {}
+    for (step, _, evidence), against in held.items():
+        if len(against) >= 2 and len(steps_of[evidence]) == 1:
+            found.setdefault(step, []).append(tuple(against))
+    return {step: tuple(each) for step, each in found.items()}
+
+
+def reject_proven(held: Held, store: Store, attempts: Attempts) -> tuple[tuple[Report, bool], ...]:
+    """Reject the steps of a root that the ledgers prove bad; each with whether it was marked.
+
+    An accepted or rejected step keeps its mark. A root other than the held one may be
+    read-only; then nothing is marked. Raises `Fenced`, `StorageError`. Cost: an inspection
+    at `listing` and a write per marked step.
+    """
+    against = proven(attempts)
+    if not against:
+        return ()
+    done = []
+    for named in list_root(store).steps:
+        if named.number not in against or _is_marked(store, named.name):
+            continue
+        report = inspect_listed(store, named).report
+        there = dict(report.digests)
+        failures = next((one for one in against[named.number] if one[0].metadata == there), None)
+        if failures is None:
+            continue
+        try:
+            held.mark(
+                store,
+                named.name,
+                report,
+                MarkKind.REJECTED,
+                reason=f"{len(failures)} attempts that resumed from it failed in the same way "
+                "within "
+                f"{WITHIN_STEPS} steps: {failures[0].evidence}",
+                evidence=[
+                    join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
+                    for one in failures[:8]
+                ],
+            )
+        except StorageError:
+            if store is held.store:
+                raise
+            done.append((report, False))
+        else:
+            done.append((report, True))
+    return tuple(done)
+
+
+def _is_marked(store: Store, name: str) -> bool:
+    """Whether the step is already accepted or rejected; that mark takes precedence."""
+    try:
+        entries = store.list_dir(f"{name}/{MARKS_FOLDER}")
+    except StorageError:
+        return False
+    words = (MarkKind.REJECTED.value, MarkKind.ACCEPTED.value)
+    return any(f"-{word}-" in base_name(entry.path) for entry in entries for word in words)

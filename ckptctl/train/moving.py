@@ -40,8 +40,16 @@ from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
 from ckptctl.options import TrainOptions
 from ckptctl.train.agreement import ResumeDecision
 from ckptctl.train.differences import accepted_losses
-from ckptctl.train.random_states import kept_random_states, states_in
-from ckptctl.train.state import GLOBAL_DATA, PARTS, TENSOR, Parts, RankPosition, state_of
+from ckptctl.train.state import (
+    GLOBAL_DATA,
+    PARTS,
+    TENSOR,
+    Parts,
+    RankPosition,
+    kept_random_states,
+    state_of,
+    states_in,
+)
 
 Path = tuple[str | int, ...]
 Read = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Follow the passes of a `StatefulDataLoader` over its data, and continue the right one.
+"""Follow a loader of torchdata: its passes over its data, the ids of its samples, and other data.
 
 torchdata (0.11) saves how much of a pass was taken. The rest of a pass whose last batch was taken
 is empty, so a script that begins the next epoch after a resume would train nothing in it; one that
@@ -12,20 +12,20 @@ its `__iter__` that begins a pass.
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StateRefused
 from ckptctl.options import TrainOptions
-from ckptctl.train.batch_ids import IndexedBatch, as_ids, ids_returned
-from ckptctl.train.data_identity import describe
-from ckptctl.train.random_states import restore_rng, rng_state
-from ckptctl.train.samples import GlobalLoader, owner_of_epoch
+from ckptctl.train.samples import GlobalLoader, owner_of_epoch, samplers_of
+from ckptctl.train.state import kept_random_states, reseed
 
 if TYPE_CHECKING:
     from ckptctl.train.data_ledger import DataLedger
@@ -196,11 +196,11 @@ def _random_numbers_kept(generator: Any) -> Iterator[None]:
     A pass draws the seed of its workers when it begins, and was counted once. If it were drawn
     again, all that is drawn later would differ from an uninterrupted run.
     """
-    states = rng_state(), None if generator is None else generator.get_state()
-    yield
-    restore_rng(states[0])
+    state = None if generator is None else generator.get_state()
+    with kept_random_states():
+        yield
     if generator is not None:
-        generator.set_state(states[1])
+        generator.set_state(state)
 
 
 def _n_to_skip(state: Mapping[str, Any]) -> int:
@@ -361,3 +361,249 @@ def _followed(base: Any) -> type:
     Followed.__name__, Followed.__qualname__ = base.__name__, base.__qualname__
     Followed.__module__ = base.__module__
     return Followed
+
+
+# The ids of samples, returned with each batch
+#
+# Batches are requested ahead of their turn, by several workers, and some again after a resume. So
+# the ids travel with the samples: while torchdata makes an iterator, the data set and the function
+# that makes batches are replaced by those below. The ids are the indices that the sampler drew.
+
+
+class IndexedBatch(NamedTuple):
+    """A batch as the script gets it, and the indices of its samples."""
+
+    ids: list[Any]
+    batch: Any
+
+
+class _IndexedData:
+    """A data set whose samples come with their indices; everything else is that of the data set."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.ckptctl_dataset = dataset
+
+    def __getitem__(self, key: Any) -> IndexedBatch:
+        return IndexedBatch([key], self.ckptctl_dataset[key])
+
+    def __getitems__(self, indices: Any) -> IndexedBatch:
+        dataset = self.ckptctl_dataset
+        indices = list(indices)
+        take = getattr(dataset, "__getitems__", None)
+        return IndexedBatch(indices, take(indices) if take else [dataset[one] for one in indices])
+
+    def __len__(self) -> int:
+        return len(self.ckptctl_dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "ckptctl_dataset":  # while a worker unpickles it
+            raise AttributeError(name)
+        return getattr(self.ckptctl_dataset, name)
+
+
+class _IndexedCollate:
+    """The function that makes a batch of samples, for samples with their indices."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: IndexedBatch) -> IndexedBatch:
+        return IndexedBatch(samples.ids, self._collate(samples.batch))
+
+
+def has_ids(loader: Any) -> bool:
+    """Whether a loader takes its samples by index, and nothing else of it needs the data set."""
+    from torch.utils.data import IterableDataset, MapDataPipe
+
+    dataset = loader.dataset
+    is_indexed = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+    if not is_indexed or isinstance(dataset, IterableDataset | MapDataPipe):
+        return False
+    # A state is loaded into the data set itself, and a worker may be set up by the script.
+    return not hasattr(dataset, "state_dict") and loader.worker_init_fn is None
+
+
+@contextmanager
+def ids_returned(loader: Any, *, wanted: bool) -> Iterator[None]:
+    """Have an iterator that is made meanwhile return each batch as an `IndexedBatch`."""
+    if not wanted:
+        yield
+        return
+    fields = loader.__dict__  # a loader refuses another data set
+    before = fields["dataset"], fields["collate_fn"]
+    fields["dataset"] = _IndexedData(before[0])
+    fields["collate_fn"] = _IndexedCollate(before[1])
+    try:
+        yield
+    finally:
+        fields["dataset"], fields["collate_fn"] = before
+
+
+def samples_of_epoch(loader: Any, dp_size: int) -> int | None:
+    """The samples of the data set, if each pass of all ranks takes each of them once; or None.
+
+    A sampler that repeats samples to fill the ranks, and a loader that drops the last batch, do
+    not; of samplers of a script's own it is not known.
+    """
+    from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+    n, sampler = len(loader.dataset), loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return None
+    if isinstance(sampler, DistributedSampler):
+        n_shares = sampler.num_replicas
+    elif isinstance(sampler, SequentialSampler | RandomSampler) or _is_shuffled(sampler):
+        n_shares = 1
+        if getattr(sampler, "replacement", False) or getattr(sampler, "num_samples", n) != n:
+            return None
+    else:
+        return None
+    drops = loader.drop_last and loader.batch_size and (n // n_shares) % loader.batch_size
+    return None if n_shares != dp_size or n % n_shares or drops else n
+
+
+def _is_shuffled(sampler: Any) -> bool:
+    kind = type(sampler)
+    return kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata.")
+
+
+def as_ids(indices: Sequence[Any]) -> list[Any]:
+    """The indices as ids: those that are no numbers by their text."""
+    try:
+        return list(map(index, indices))
+    except TypeError:
+        return [index(one) if hasattr(one, "__index__") else str(one) for one in indices]
+
+
+# What a loader takes its samples from, so that a resume notices other data at the same position
+#
+# A description holds plain values by name. It is made before the first step, when a sampler holds
+# its settings and has not moved yet. Of the samples only the first and the last are read, from a
+# data set that has an index, and where the loader reads them itself: in a worker if it has workers,
+# because a file that is opened before the workers are forked is shared by them.
+
+
+SAMPLES = "the first and last sample"
+_READ_TIMEOUT_S = 60.0
+_PLAIN = (bool, int, float, str)
+
+
+def describe(loader: Any) -> dict[str, Any]:
+    """What a loader of torchdata, or a `GlobalLoader`, takes its samples from, and how.
+
+    Cost: two samples, and the start of a worker if the loader has workers; none for a data set that
+    states a `fingerprint`. Draws no random numbers.
+    """
+    dataset, is_global = loader.dataset, isinstance(loader, GlobalLoader)
+    values: dict[str, Any] = {"data set": type(dataset).__qualname__}
+    with suppress(Exception):  # a stream has no length, or an unknown one
+        values["length"] = len(dataset)
+    stated = loader.stated_fingerprint if is_global else getattr(dataset, "fingerprint", None)
+    if isinstance(stated, _PLAIN):
+        values["fingerprint"] = stated
+    else:
+        values |= {SAMPLES: samples_digest(loader)}
+    if not is_global:
+        values |= {name: getattr(loader, name) for name in ("batch_size", "drop_last")}
+        samplers = list(samplers_of(loader))
+        values["sampler"] = " of ".join(type(one).__name__ for one in samplers)
+        for sampler in samplers:
+            if sampler is not loader.batch_sampler or loader.batch_size is None:
+                values |= dict(_settings(sampler))
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _settings(sampler: Any) -> Iterator[tuple[str, Any]]:
+    """The public plain values of a sampler, without its epoch and what it saves as its state."""
+    varying: set[str] = {"epoch"} if hasattr(sampler, "set_epoch") else set()
+    if hasattr(sampler, "state_dict"):
+        varying |= set(sampler.state_dict())
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if not name.startswith("_") and name not in varying and type(value) in _PLAIN:
+            yield f"{name} of {type(sampler).__name__}", value
+
+
+def differences(saved: Mapping[str, Any], loader: Any, now: Mapping[str, Any]) -> list[str]:
+    """What the data of a step and that of a loader have both, and have not alike.
+
+    Samples that are not read alike twice, as those with random transforms may be, prove nothing.
+    """
+    names = [name for name in saved if name in now and saved[name] != now[name]]
+    if names == [SAMPLES]:
+        n_times = 4
+        if any(samples_digest(loader) != now[SAMPLES] for _ in range(n_times)):
+            return []
+    return [f"{name} was {saved[name]} and is {now[name]} now" for name in names]
+
+
+def samples_digest(loader: Any) -> str | None:
+    """A digest of the first and the last sample of a data set with an index; None without one.
+
+    None as well for samples that cannot be read or have no bytes, and for a data set with a state,
+    which a read might change.
+    """
+    from torch.utils.data import DataLoader, IterableDataset
+
+    dataset = loader.dataset
+    is_indexed = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+    if not is_indexed or isinstance(dataset, IterableDataset) or hasattr(dataset, "state_dict"):
+        return None
+    options = loader.options if isinstance(loader, GlobalLoader) else vars(loader)
+    worker: dict[str, Any] = {}
+    if options.get("num_workers"):
+        worker = {"num_workers": 1, "timeout": _READ_TIMEOUT_S}
+        worker["multiprocessing_context"] = options.get("multiprocessing_context")
+        worker["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+    try:
+        with kept_random_states():
+            _seed()
+            first_and_last: Any = [0, len(dataset) - 1]
+            read = DataLoader(
+                dataset, batch_size=None, sampler=first_and_last, collate_fn=digest_of, **worker
+            )
+            return " ".join(read)
+    except Exception:  # noqa: BLE001 - what a data set raises: its samples are not compared
+        return None
+
+
+def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    _seed()
+    if then is not None:
+        then(worker)
+
+
+def _seed() -> None:
+    """Seed the generators that transforms use, alike in each attempt."""
+    reseed(0, 0, 0)
+
+
+def digest_of(sample: Any) -> str:
+    """A digest of plain values, tensors, arrays and images, and what is made of them.
+
+    Raises `TypeError` for a value whose bytes are not known.
+    """
+    digest = hashlib.sha256()
+    for text in _bytes_of(sample):
+        digest.update(text)
+    return digest.hexdigest()[:16]
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    import torch
+
+    if value is None or isinstance(value, (*_PLAIN, bytes)):
+        yield f"{type(value).__name__} {value!r};".encode()
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else value
+        yield f"{len(value)} in {type(value).__name__};".encode()
+        for item in items:
+            yield from _bytes_of(item)
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)};".encode()
+        yield value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif hasattr(value, "tobytes") and str(getattr(value, "dtype", "")) != "object":
+        form = [getattr(value, name, None) for name in ("dtype", "mode", "shape", "size")]
+        yield f"{form};".encode()
+        yield value.tobytes()
+    else:
+        raise TypeError(f"the bytes of a {type(value).__name__} are not known")

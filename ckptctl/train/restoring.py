@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
 from ckptctl.errors import (
@@ -27,6 +27,7 @@ from ckptctl.errors import (
     PathNotFound,
     StateRefused,
     StepDamaged,
+    StorageError,
     StorageUnavailable,
     UsageError,
 )
@@ -38,10 +39,9 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata, PartFormat
 from ckptctl.options import TrainOptions
 from ckptctl.resharding.importing import state_files
-from ckptctl.storage.contract import ShortRead
+from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import base_name
-from ckptctl.train.agreement import ResumeDecision
-from ckptctl.train.data_identity import differences
+from ckptctl.train.agreement import Rejected, ResumeDecision, Selection
 from ckptctl.train.differences import Differences, RankEntries, names_in, refuse_lost
 from ckptctl.train.optimizers import (
     forget_unsaved,
@@ -49,8 +49,7 @@ from ckptctl.train.optimizers import (
     same_groups,
     without_a_step,
 )
-from ckptctl.train.passes import passes_of, record_in
-from ckptctl.train.random_states import reseed, restore_rng
+from ckptctl.train.passes import differences, passes_of, record_in
 from ckptctl.train.samples import GlobalLoader, note_on_order
 from ckptctl.train.state import (
     GLOBAL_DATA,
@@ -61,7 +60,12 @@ from ckptctl.train.state import (
     joined,
     loader_generator,
     local_tensors,
+    reseed,
+    restore_rng,
 )
+
+if TYPE_CHECKING:
+    from ckptctl.train.abandoning import Branch
 
 
 @dataclass(slots=True)
@@ -105,46 +109,31 @@ def progress_of(loaded: Mapping[str, Any], step: int) -> SavedProgress:
     return SavedProgress(step=step, **known)
 
 
-def restore(
-    loaded: Wanted,
-    differences: Differences,
-    parts: Parts,
-    position: RankPosition,
-    saved: SavedProgress,
-    options: TrainOptions,
-    path: str | None,
-) -> Inventory:
-    """Restore everything on this rank; returns the result for each kind of state.
-
-    Raises `StateRefused` if state would be lost that the options do not allow, and `ModelDiffers`
-    if an object does not accept its state.
-    """
-    return _Restore(loaded, differences, parts, position, saved, options).run(path)
-
-
-class _Restore:
-    """One restore on one rank, with the results so far."""
+class Restore:
+    """One restore on one rank, with the result for each kind of state so far."""
 
     def __init__(
         self,
-        loaded: Wanted,
+        wanted: Wanted,
         differences: Differences,
-        parts: Parts,
-        position: RankPosition,
         saved: SavedProgress,
-        options: TrainOptions,
+        job: Job,
     ) -> None:
-        self._loaded = loaded.state
+        self._loaded = wanted.state
         self._differences = differences
-        self._groups = loaded.groups
-        self._parts = parts
-        self._position = position
+        self._groups = wanted.groups
+        self._parts = job.parts
+        self._position = job.position
         self._saved = saved
-        self._options = options
+        self._options = job.options
         self._inventory = Inventory(lost=list(differences.lost), notes=list(differences.notes))
 
     def run(self, path: str | None) -> Inventory:
-        """Restore every kind of state of the step at `path`."""
+        """Restore every kind of state of the step at `path`.
+
+        Raises `StateRefused` if state would be lost that the options do not allow, and
+        `ModelDiffers` if an object does not accept its state.
+        """
         with loaded_as_saved(one for _, one in self._parts.named_optimizers()):
             self._restore_sharded()
             self._restore_values()
@@ -437,7 +426,7 @@ def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
     if all(part.part.format is PartFormat.DCP and part.path for part in parts):
         held = [(part.path, one) for part in parts for one in part.metadata]
         if held and all(one.rank is None for _, one in held):
-            from ckptctl.train.torch_metadata import joined_parts
+            from ckptctl.train.reader import joined_parts
 
             return joined_parts(held)
     raise _not_of_dcp(decision.path or "", opened)
@@ -765,3 +754,73 @@ def _same_bits(one: Any, other: Any) -> bool:
         torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
         for ours, theirs in pairs
     )
+
+
+Tell = Callable[[str], None]
+"""Prints one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a job continues: after `step`, which is 0 for a fresh run.
+
+    `path` is the loaded step, None for a fresh run. `tokens` and `samples` are the counts
+    that the run had consumed, 0 if the step has none. `rejected` are newer steps that were
+    not chosen. `report` is the document at `report_path`. In a replay `last` is the last
+    step to train, and no report is written.
+    """
+
+    step: int
+    tokens: int
+    samples: int
+    path: str | None
+    fell_back: bool
+    rejected: tuple[Rejected, ...]
+    report: Mapping[str, Any]
+    report_path: str | None
+    last: int | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the run starts at step 0."""
+        return self.path is None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The environment of a resume: roots, ranks, their objects, and the caller's options.
+
+    `root` is held and saved to; `stores` are all roots by address, in order of preference.
+    `later` opens `root` with a short timeout and no retries, for writes beside training.
+    """
+
+    root: str
+    store: Store
+    group: ProcessGroup
+    position: RankPosition
+    parts: Parts
+    options: TrainOptions
+    selection: Selection
+    tell: Tell
+    later: Store
+    stores: Mapping[str, Store]
+
+    def tolerated(self, url: str) -> tuple[type[StorageError], ...]:
+        """The errors of a root that do not prevent a resume: all those of an optional root."""
+        return (StorageError,) if url in self.selection.roots.optional else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The chosen step, after it was restored into the objects of the script.
+
+    `opened` is the step as this rank read it, None for a fresh run. `branches` are what the
+    resume abandons, on rank 0, at the time of the decision.
+    """
+
+    decision: ResumeDecision
+    rejected: tuple[Rejected, ...]
+    saved: SavedProgress
+    inventory: Inventory
+    opened: OpenStep | None = None
+    branches: tuple[Branch, ...] = ()

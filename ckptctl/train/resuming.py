@@ -39,14 +39,15 @@ from ckptctl.train.agreement import (
     too_many,
     wanted_step,
 )
-from ckptctl.train.attempt import RankAttempt, read_failures, reject_proven
 from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
-from ckptctl.train.job import Job, Restored, Start
 from ckptctl.train.ledger import (
     Ledger,
+    RankAttempt,
     clock_s,
     new_attempt,
     put_report,
+    read_failures,
+    reject_proven,
     resume_document,
     resume_lines,
 )
@@ -62,12 +63,15 @@ from ckptctl.train.rank_names import seen_by
 from ckptctl.train.resolving import changed, open_on_all, prove_content
 from ckptctl.train.restoring import (
     Inventory,
+    Job,
+    Restore,
+    Restored,
     SavedProgress,
+    Start,
     Wanted,
     kinds_in,
     progress_of,
     read_into,
-    restore,
     saved_metadata,
 )
 from ckptctl.train.state import sharded, template
@@ -287,9 +291,7 @@ class Resume:
         job = self._job
         saved = progress_of(wanted.state, decision.step or 0)
         inventory, *others = job.group.from_all(
-            lambda: restore(
-                wanted, differences, job.parts, job.position, saved, job.options, decision.path
-            )
+            lambda: Restore(wanted, differences, saved, job).run(decision.path)
         )
         for other in others:
             for mine, theirs in zip(inventory.lists, other.lists, strict=True):

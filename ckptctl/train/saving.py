@@ -37,15 +37,15 @@ from ckptctl.formats.frameworks.layouts import (
 from ckptctl.formats.own.data_ledger import DATA_FILE, DataFields, data_bytes
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.marks import MarkKind
-from ckptctl.formats.own.seals import SEAL, Origin, Seal, SealedFile, seal_bytes
+from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, seal_bytes
 from ckptctl.formatting import command_line
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.inspection.seals import as_kept, best_of, written_ms
 from ckptctl.model import FileInfo, Level
-from ckptctl.options import Requirements
+from ckptctl.options import Requirements, TrainOptions
 from ckptctl.records.byte_pass import Limits
-from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.fencing import check_token
 from ckptctl.selection.history import check_sentinel
 from ckptctl.selection.removing import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
@@ -54,32 +54,11 @@ from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Held, move_aside
 from ckptctl.train.held_once import LowestRankPlanner
+from ckptctl.train.ledger import RankAttempt
 from ckptctl.train.writer import Writer, WrittenFile
 
 _NO_GRACE_S = 0.0
 """The attempt holds the root, so no unfinished save can be in progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
-    """The root that an attempt saves to, and how its steps are named and sealed there."""
-
-    store: Store
-    group: ProcessGroup
-    token: Token
-    step_format: str = "step_{}"
-    seals: bool = True
-    key: bytes | None = None
-    origin: Origin | None = None
-
-    def name_of(self, number: int) -> str:
-        """The name of a step directory of this attempt."""
-        name = self.step_format.format(number)
-        if self.store.folders is not None:
-            return name
-        # An object store cannot rename existing objects, and an upload of an older attempt that
-        # arrives late would replace them: each attempt writes under its own names.
-        return name_of_attempt(name, self.token.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +95,30 @@ class StepSave:
     `moved_aside` is the new address of an unfinished or rejected step of the same name.
     """
 
-    def __init__(self, target: SaveTarget, number: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        group: ProcessGroup,
+        number: int,
+        attempt: RankAttempt,
+        options: TrainOptions,
+        key: bytes | None,
+    ) -> None:
         self.number = number
-        self.name = target.name_of(number)
+        self.name = options.step_format.format(number)
+        if store.folders is None:
+            # An object store cannot rename existing objects, and an upload of an older attempt that
+            # arrives late would replace them: each attempt writes under its own names.
+            self.name = name_of_attempt(self.name, attempt.token.number)
         self.moved_aside: str | None = None
         self.digests: tuple[tuple[str, str], ...] = ()
         self._lost = ""
         self._data: DataFields | None = None
-        self._target = target
-        self._store = target.store
-        self._group = target.group
+        self._store = store
+        self._group = group
+        self._attempt = attempt
+        self._seals = options.seal
+        self._key = key
 
     @property
     def url(self) -> str:
@@ -145,7 +138,7 @@ class StepSave:
             self.moved_aside = self._group.from_first(self._make_place)
             written = self._write(taken)
         with self._failing("was written but not sealed", "it may be complete"):
-            if self._target.seals:
+            if self._seals:
                 self._seal(written)
 
     # Making room
@@ -192,7 +185,7 @@ class StepSave:
 
     def _move_aside(self, folders: Folders, name: str) -> str:
         try:
-            return folders.path_of(move_aside(folders, self._target.token, name))
+            return folders.path_of(move_aside(folders, self._attempt.token, name))
         except StorageError as error:
             raise SaveFailed(f"{error.message}: it could not be moved aside") from error
 
@@ -238,7 +231,7 @@ class StepSave:
                 self._store.folders.make_folder(f"{self.name}/{OWN_FOLDER}")
             self._store.put(f"{self.name}/{DATA_FILE}", data)
         if self._lost:
-            held = Held(self._store, self._target.token)
+            held = Held(self._store, self._attempt.token)
             held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=self._lost)
         self._check_token()
 
@@ -359,12 +352,12 @@ class StepSave:
             sealed,
             time_now(),
             f"ckptctl {__version__}",
-            origin=self._target.origin,
+            origin=self._attempt.origin,
         )
         self._check_token()
         try:
-            made = bound(inspected.opened, made, self._target.key)
-            self._store.put(f"{self.name}/{SEAL}", seal_bytes(made, self._target.key))
+            made = bound(inspected.opened, made, self._key)
+            self._store.put(f"{self.name}/{SEAL}", seal_bytes(made, self._key))
         except StorageError as error:
             raise SaveFailed(
                 f"step {self.number} is complete but was not sealed: {error.message}",
@@ -375,10 +368,10 @@ class StepSave:
 
     @property
     def _algorithm(self) -> Algorithm:
-        return Algorithm.XXH3 if self._target.key is None else Algorithm.SHA256
+        return Algorithm.XXH3 if self._key is None else Algorithm.SHA256
 
     def _check_token(self) -> None:
-        check_token(self._store, self._target.token)
+        check_token(self._store, self._attempt.token)
 
     @contextmanager
     def _failing(self, what: str, left: str) -> Iterator[None]:

@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from ckptctl.train import Reader, Writer, check_gpu  # noqa: E402
-from ckptctl.train.random_states import restore_rng, rng_state  # noqa: E402
 from ckptctl.train.saving import Stager  # noqa: E402
+from ckptctl.train.state import restore_rng, rng_state  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
