@@ -21,7 +21,6 @@ OTHER = {
     ("loss/plots.py", "int(step)"): "a number of our own axis",
     ("loss/plots.py", "float(_LEFT + 8)"): "a size of our own picture",
     ("loss/plots.py", "int(width / _TEXT_CELL)"): "a size of our own picture",
-    ("loss/plots.py", "int(max(abs(across), abs(down)) / (2 * _DASH - 2))"): "as above",
     ("loss/segments.py", "int(median(gaps))"): "a gap between steps that are within bounds",
     ("logs/fields.py", "float(text)"): "at most 15 characters; what is no number is caught",
     ("logs/console.py", "float(f'0.{fraction[0]}')"): "digits that a pattern bounds",
