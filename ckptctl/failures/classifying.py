@@ -59,7 +59,7 @@ _FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
 # Suspicions that any other one explains: ranks wait or lose a peer for many reasons.
 _WEAK = (
     *("nccl.", "collective.", "stop.sigkill", "slurm.task-killed"),
-    *("exit.", "divergence.loss", "xid.other"),
+    *("exit.", "divergence.loss", "xid.other", "stop.bus-error"),
 )
 
 _UNNAMED = ("python.", "accelerator.unknown")
@@ -193,6 +193,7 @@ def _first_root(
 
 
 _OF_THE_JOB = ("job-", "bad-checkpoint")
+_GENERIC = ("python.", "compile.")
 
 
 def _outranks(other: Evidence, first: Evidence) -> bool:
@@ -222,8 +223,9 @@ def _knows_better(other: Evidence, first: Evidence) -> bool:
         return False
     if other.role is Role.CAUSE:
         return other.failure in _FIRM
-    # An exception raised while another was handled is more specific than that one.
-    generic = first.rule.startswith("python.") and not other.rule.startswith("python.")
+    # An exception raised while another was handled is more specific than that one; what a
+    # compiler met is printed behind its own name.
+    generic = first.rule.startswith(_GENERIC) and not other.rule.startswith(_GENERIC)
     return generic and other.file == first.file and other.rank == first.rank
 
 
@@ -362,8 +364,10 @@ def _answer(
     about = CLASSES[name]
     node = _node(decisive, decision.agreeing)
     action = Action(decisive.action) if decisive and decisive.action else about.action
-    if action is Action.DRAIN and decision.confidence == "low":
-        action = Action.INVESTIGATE  # A suspicion alone never removes a node from the pool.
+    suspected = decisive is not None and decisive.role is Role.SUSPECT
+    accuses = action is Action.DRAIN or (suspected and about.name == "job-code")
+    if accuses and decision.confidence == "low":
+        action = Action.INVESTIGATE  # A suspicion alone drains no node and changes no program.
     return Classification(
         failure=name,
         domain=about.domain,

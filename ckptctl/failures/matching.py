@@ -95,7 +95,9 @@ _GAVE_UP = re.compile(
     re.IGNORECASE,
 )
 _QUOTE_OPEN = re.compile(r"(?:^|[\s(=,\[{:])['‘“][^'’”]*$")
-_REPR = re.compile(r"(?:Error|Exception|Exit)\([^()]*$|failure(?: \d+)? '$", re.IGNORECASE)
+_REPR = re.compile(
+    r"(?:Error|Exception|Exit)\([^()]*$|failure(?: [\w.]+(?::\d+)?)? '$", re.IGNORECASE
+)
 _STEP = re.compile(
     r"\b(?:global[_ ]?)?(?:step|iter(?:ation)?|it)\b[\"']?\s{0,9}[:=#]?\s{0,9}\[?(\d{1,18})",
     re.IGNORECASE,

@@ -269,6 +269,10 @@ _PROGRAMS = (
     "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
     "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
 )
+# The tag of syslog behind the host; the kernel's messages about programs begin in the same way.
+_KEPT_TAGS = rf"(?:{_PROGRAMS}|mmfs\w*|beegfs\w*|weka\w*)\b"
+_TAG = rf"(?!{_KEPT_TAGS})[\w./-]{{1,48}}\[\d{{1,9}}\]: (?!segfault at)"
+_BEFORE_TAG = r"(?=[\w./-]+(?:\[\d+\])?:)"
 _OF_A_TRACEBACK = r"(?=Traceback |\s+\S|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b)"
 # Each pattern removes one prefix; its groups name the parts.
 _PREFIXES = tuple(
@@ -277,7 +281,7 @@ _PREFIXES = tuple(
         # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
         rf"\s{{0,4}}(?:{_DAYS},? )?"
         r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + CLOCK + ZONE + r"[\])]?"
-        r"(?:\s*[|,:-]+\s+|:|\s+|$)",
+        rf"(?:\s*[|,:-]+\s+|:|\s+|$)(?:(?P<host>[A-Za-z0-9][\w.-]{{0,252}}) {_TAG})?",
         # 11/20/2026 03:12:44 of transformers' examples
         r"[\[(]?(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}),? " + CLOCK + r"[\])]?(?:\s*[|,:-]+\s+|\s+)",
         # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
@@ -287,13 +291,18 @@ _PREFIXES = tuple(
         r"\[(?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d) " + CLOCK + r" (?P<level>[DIWEC]) \d+ \d+\] ",
         # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
         r"\[[A-Z][a-z]{2} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
-        MONTH + r" +(?P<d>\d+) " + CLOCK + r" (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?:)",
+        MONTH + r" +(?P<d>\d+) " + CLOCK + rf" (?P<host>[\w.-]+) (?:{_TAG}|{_BEFORE_TAG})",
         # Fri Nov 20 03:12:44 2026 of `date` and ctime, Nov 20 03:12:44
         rf"{_DAYS} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r"(?: [A-Z]{3,4})? (?P<y>\d{4})[ :,-]+",
         rf"(?:{_DAYS} )?" + MONTH + r" +(?P<d>\d+) " + CLOCK + r"[ :,|-]+",
         # torchtitan names itself between the rank and the time.
         r"\[titan\] ",
         rf"(?P<host>[A-Za-z0-9][\w.-]*) (?=(?:{_PROGRAMS})(?:\[\d+\])?:)",
+        # <30>1 2026-11-20T03:12:44.123Z node017 train 71 - - of RFC 5424
+        r"1 (?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d)T" + CLOCK + ZONE + r" (?P<host>[\w.-]+)"
+        r" \S{1,48} \S{1,128} \S{1,32} (?:-|\[[^\]]{0,400}\]) (?:\ufeff)?",
+        # stern: the pod and the container
+        r"(?P<host>[a-z][a-z0-9.-]{1,80}-[a-z0-9]{1,10}) [a-z][a-z0-9-]{0,62} " + _OF_A_TRACEBACK,
         r"(?P<kernel>kernel): ",
         r"(?:kern|daemon|user)\s*:(?P<syslog>\w+)\s*: ",
         r"<\d+>",
@@ -312,6 +321,8 @@ _PREFIXES = tuple(
         rf"(?:\| )?[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
         r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
         r"[\w.]+ (?:- |\| )(?=[\[(]?(?:" + _LEVEL_WORDS + r")\b)",
+        # TensorFlow writes one letter for the level.
+        r"(?P<level>[IWEF]) (?=[\w./-]{1,200}\.cc:\d)",
         r"\[?[\w./<>-]+\.(?:py|cc|cpp|cu|go|rs|c):\d+(?::[\w<>]+)?\]?(?::\d+)?(?:\s*[:|-])?\s+",
         r"\[(?:[a-z_]\w*\.)+\w+\]\s*",
         r"(?:- )+",

@@ -275,7 +275,99 @@ FORMS = (
             "[Fri Nov 20 11:43:14 2026] NVRM: Xid (PCI:0000:cb:00): 109, pid=7, name=python, Ch "
             "00000008, errorString CTX SWITCH TIMEOUT, Info 0x58005"
         ),
-        ("infra-node", "high"),
+        ("infra-node", "medium"),
+    ),
+    (
+        "shared memory that ran out behind a bus error",
+        (
+            "Bus error (core dumped)\n"
+            "ERROR: Unexpected bus error encountered in worker. This might be caused by "
+            "insufficient shared memory (shm)."
+        ),
+        ("job-config", "low"),
+    ),
+    (
+        "shared memory of NCCL that ran out",
+        "node3:7:9 [1] include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left",
+        ("job-config", "low"),
+    ),
+    (
+        "a program that finds no device",
+        "RuntimeError: No CUDA GPUs are available",
+        ("infra-node", "low"),
+    ),
+    (
+        "a library of the driver that was upgraded under a running node",
+        (
+            "    Reason:    StartError\n"
+            "nvidia-container-cli: initialization error: nvml error: driver/library version "
+            "mismatch: unknown"
+        ),
+        ("infra-node", "medium"),
+    ),
+    (
+        "a name of a peer that is not known",
+        "ValueError: host not found: Name or service not known",
+        ("infra-fabric", "low"),
+    ),
+    (
+        "a system call of NCCL without its warning",
+        "torch.distributed.DistBackendError: NCCL error in: a.cpp:7, unhandled system error",
+        ("unknown", "low"),
+    ),
+    (
+        "a peer that closed its connection",
+        "n0:7:9 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer",
+        ("unknown", "low"),
+    ),
+    (
+        "an address that no interface of the node has",
+        "n0:7:7 [0] NCCL WARN Call to bind failed : Cannot assign requested address",
+        ("job-config", "medium"),
+    ),
+    (
+        "a driver as NCCL's tests print it",
+        "Cuda failure common.cu:891 'CUDA driver version is insufficient for CUDA runtime version'",
+        ("job-config", "medium"),
+    ),
+    (
+        "the path of a file that was translated for HIP",
+        "n0:7:9 [1] /src/hipify/p2p.cc:239 NCCL WARN hipIpcGetMemHandle failed : invalid argument",
+        ("unknown", "low"),
+    ),
+    (
+        "a compiler that is missing, behind the name of the compiler",
+        (
+            "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\n"
+            "RuntimeError: Cannot find a working triton installation."
+        ),
+        ("job-config", "low"),
+    ),
+    (
+        "a disk that is full while a graph is compiled",
+        (
+            "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\n"
+            "OSError: [Errno 28] No space left on device"
+        ),
+        ("infra-storage", "low"),
+    ),
+    (
+        "devices that Lightning does not find",
+        "lightning.fabric.utilities.exceptions.MisconfigurationException: You requested gpu: [1]",
+        ("job-config", "medium"),
+    ),
+    (
+        "batches of DeepSpeed that do not fit, wrapped",
+        "AssertionError: Check batch related parameters. train_batch_size is not equal to",
+        ("job-config", "medium"),
+    ),
+    (
+        "a store that the SDK of TensorFlow cannot reach",
+        (
+            "2026-11-20 03:12:44.1: E core/platform/s3/aws_logging.cc:60] Curl returned error code "
+            "55\nERROR - training - uncaught exception during training: : Unable to connect"
+        ),
+        ("infra-storage", "medium"),
     ),
     ("a script that goes on", "run.sh: line 13: sudo: command not found", ("job-config", "low")),
 )
@@ -319,6 +411,13 @@ def test_a_suspicion_takes_no_node_out_of_the_pool(tmp_path):
     log = tmp_path / "job.log"
     log.write_text("  what():  CUDA error: unknown error\n")
     assert ckptctl.classify(str(log)).action.value == "investigate"
+
+
+def test_a_suspicion_changes_no_program(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text("terminate called after throwing an instance of 'std::runtime_error'\n")
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, answer.action.value) == ("job-code", "investigate")
 
 
 def test_where_nothing_is_known_the_advice_names_what_to_collect(tmp_path):

@@ -95,6 +95,29 @@ def test_the_prefix_of_a_line_names_its_host_and_its_rank(text, launched):
     assert split_launcher(text) == launched
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "Nov 20 03:12:44 node017-a train[123]: ",
+        "<14>Nov 20 03:12:44 node017-a train[123]: ",
+        "<30>1 2026-11-20T03:12:44.003Z node017-a train 8710 - - ",
+        "2026-11-20T03:12:44.201934+00:00 node017-a train[99]: ",
+        "node017-a pytorch ",
+    ],
+)
+@pytest.mark.parametrize(
+    "text", ["KeyError: 'lr'", '  File "/job/train.py", line 3, in main', "    x = config[key]"]
+)
+def test_syslog_and_stern_name_the_host_before_a_traceback(prefix, text):
+    line = take_apart(prefix + text)
+    assert (line.host, line.message) == ("node017-a", text)
+
+
+@pytest.mark.parametrize("text", ["python3[123]: segfault at 0 ip 7", "slurmd[123]: error: text"])
+def test_the_tag_of_what_the_kernel_or_a_scheduler_reports_stays(text):
+    assert take_apart(f"Nov 20 03:12:44 node017 {text}").message == text
+
+
 def test_the_process_of_ray_is_no_rank():
     line = take_apart("(RayTrainWorker pid=712, ip=10.0.0.2) CUDA out of memory")
     assert (line.host, line.rank, line.message) == ("10.0.0.2", None, "CUDA out of memory")
