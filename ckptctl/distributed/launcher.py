@@ -135,6 +135,10 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
     read = _Variables(os.environ if environment is None else environment)
     scheduler = _scheduler(read)
     launcher = _launcher(read)
+    rank, world_size, local_rank, local_world_size = (
+        read.number(*names) for names in _PLACES[launcher]
+    )
+    ends_s = read.number("SLURM_JOB_END_TIME")
     return Cluster(
         scheduler=scheduler,
         launcher=launcher,
@@ -145,18 +149,18 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
         requeues=read.number("SLURM_RESTART_COUNT"),
         restarts=read.largest("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT),
         max_restarts=read.number("TORCHELASTIC_MAX_RESTARTS"),
-        rank=read.number(*_RANKS[launcher]),
-        world_size=read.number(*_WORLD_SIZES[launcher]),
-        local_rank=read.number(*_LOCAL_RANKS[launcher]),
-        local_world_size=read.number(*_LOCAL_WORLD_SIZES[launcher]),
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
         nodes=read.number(
             "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "GROUP_WORLD_SIZE", "PET_NNODES"
         ),
         node_rank=read.number("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"),
         node_list=read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-        pod=_pod(read, scheduler),
+        pod=read.text("POD_NAME", "HOSTNAME") if scheduler == "kubernetes" else None,
         gpus_per_node=read.number("SLURM_GPUS_ON_NODE"),
-        ends_at=_rfc3339(read.number("SLURM_JOB_END_TIME")),
+        ends_at=None if ends_s is None else rfc3339(ends_s, "seconds"),
     )
 
 
@@ -243,34 +247,24 @@ def _is_set_in_parent(name: str) -> bool:
 
 # Which variables count depends on the launcher: a batch script has SLURM's variables of the
 # whole job, and the processes of torchrun have those of the srun task that started the agent.
-_RANKS = {
-    "torchrun": ("RANK",),
-    "srun": ("SLURM_PROCID",),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    "environment": ("RANK",),
-    NO_LAUNCHER: (),
+_PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "torchrun": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "srun": (
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS",),
+        ("SLURM_LOCALID",),
+        ("SLURM_NTASKS_PER_NODE",),
+    ),
+    "mpirun": (
+        ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    ),
+    "environment": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    NO_LAUNCHER: ((), (), (), ()),
 }
-_WORLD_SIZES = {
-    "torchrun": ("WORLD_SIZE",),
-    "srun": ("SLURM_STEP_NUM_TASKS",),
-    "mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "environment": ("WORLD_SIZE",),
-    NO_LAUNCHER: (),
-}
-_LOCAL_RANKS = {
-    "torchrun": ("LOCAL_RANK",),
-    "srun": ("SLURM_LOCALID",),
-    "mpirun": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    "environment": ("LOCAL_RANK",),
-    NO_LAUNCHER: (),
-}
-_LOCAL_WORLD_SIZES = {
-    "torchrun": ("LOCAL_WORLD_SIZE",),
-    "srun": ("SLURM_NTASKS_PER_NODE",),
-    "mpirun": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-    "environment": ("LOCAL_WORLD_SIZE",),
-    NO_LAUNCHER: (),
-}
+"""Of each launcher the variables of the rank, the world size, and of both on one machine."""
 
 
 class _Variables:
@@ -321,14 +315,6 @@ def _job(read: _Variables, scheduler: str) -> str | None:
         array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
         return f"{array}_{task}" if array and task else read.text("SLURM_JOB_ID")
     return read.text("JOB_NAME", "JOBSET_NAME") if scheduler == "kubernetes" else None
-
-
-def _pod(read: _Variables, scheduler: str) -> str | None:
-    return read.text("POD_NAME", "HOSTNAME") if scheduler == "kubernetes" else None
-
-
-def _rfc3339(seconds: int | None) -> str | None:
-    return None if seconds is None else rfc3339(seconds, "seconds")
 
 
 def is_node(name: str) -> bool:

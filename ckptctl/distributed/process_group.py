@@ -204,25 +204,22 @@ class ProcessGroup:
 
     def most(self, *numbers: int) -> tuple[int, ...]:
         """The maximum of each number over all ranks: one small message, cheap at every step."""
-        if self.size == 1:
-            return numbers
-        import torch
-        import torch.distributed as dist
-
-        largest = torch.tensor(numbers, device=self._device)
-        self._communicate(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.handle))
-        return tuple(largest.tolist())
+        return self._reduced(numbers, "MAX")
 
     def added(self, *numbers: int) -> tuple[int, ...]:
         """The sum of each number over all ranks, which must be less than 2^63: one message."""
+        return self._reduced(numbers, "SUM")
+
+    def _reduced(self, numbers: tuple[int, ...], operation: str) -> tuple[int, ...]:
         if self.size == 1 or not numbers:
             return numbers
         import torch
         import torch.distributed as dist
 
-        sums = torch.tensor(numbers, device=self._device)
-        self._communicate(lambda: dist.all_reduce(sums, group=self.handle))
-        return tuple(sums.tolist())
+        totals = torch.tensor(numbers, device=self._device)
+        reduction = getattr(dist.ReduceOp, operation)
+        self._communicate(lambda: dist.all_reduce(totals, reduction, group=self.handle))
+        return tuple(totals.tolist())
 
     def dcp_arguments(self, call: Callable[..., object]) -> dict[str, Any]:
         """The arguments of `dcp.save` or `dcp.load` that make it use this group."""
@@ -300,12 +297,7 @@ class ProcessGroup:
 
     def _meet(self, *, is_done: bool = False, has_failed: bool = False) -> tuple[int, int]:
         """Add up the progress of all; how many are done, and how many of them failed."""
-        import torch
-        import torch.distributed as dist
-
-        sums = torch.tensor([is_done, has_failed, *self._progress], device=self._device)
-        self._communicate(lambda: dist.all_reduce(sums, group=self.handle))
-        n_done, n_failed, done, total = (int(each) for each in sums.tolist())
+        n_done, n_failed, done, total = self.added(int(is_done), int(has_failed), *self._progress)
         if self._on_progress is not None:
             self._on_progress(done, total)
         return n_done, n_failed
