@@ -61,20 +61,20 @@ if TYPE_CHECKING:
     from ckptctl.resharding.results import RankShare as RankShare
     from ckptctl.resharding.results import Reshard as Reshard
     from ckptctl.resharding.steps import reshard as reshard
+    from ckptctl.selection.choosing import Answer as Answer
+    from ckptctl.selection.choosing import PassedOver as PassedOver
+    from ckptctl.selection.marking import Marked as Marked
     from ckptctl.selection.marking import mark as mark
+    from ckptctl.selection.picking import Pick as Pick
+    from ckptctl.selection.picking import Scan as Scan
     from ckptctl.selection.picking import pick as pick
+    from ckptctl.selection.picking import scan as scan
     from ckptctl.selection.pruning import Pruned as Pruned
     from ckptctl.selection.pruning import prune as prune
-    from ckptctl.selection.results import Answer as Answer
-    from ckptctl.selection.results import Contents as Contents
-    from ckptctl.selection.results import Marked as Marked
-    from ckptctl.selection.results import PassedOver as PassedOver
-    from ckptctl.selection.results import Pick as Pick
-    from ckptctl.selection.results import PruneDecision as PruneDecision
-    from ckptctl.selection.results import Scan as Scan
-    from ckptctl.selection.results import Sealed as Sealed
-    from ckptctl.selection.scanning import scan as scan
+    from ckptctl.selection.retention import PruneDecision as PruneDecision
+    from ckptctl.selection.sealing import Sealed as Sealed
     from ckptctl.selection.sealing import seal as seal
+    from ckptctl.selection.verifying import Contents as Contents
     from ckptctl.selection.verifying import show as show
     from ckptctl.selection.verifying import verify as verify
     from ckptctl.selection.watching import Watched as Watched
@@ -107,12 +107,12 @@ _HOMES = {
     "ckptctl.failures.results": "Classification Evidence",
     "ckptctl.findings": "Finding Report Severity Verdict",
     "ckptctl.formats.own.marks": "Mark MarkKind",
-    "ckptctl.selection.marking": "mark",
-    "ckptctl.selection.picking": "pick",
-    "ckptctl.selection.results": "Answer Contents Marked PassedOver Pick PruneDecision Scan Sealed",
-    "ckptctl.selection.scanning": "scan",
-    "ckptctl.selection.sealing": "seal",
-    "ckptctl.selection.verifying": "show verify",
+    "ckptctl.selection.choosing": "Answer PassedOver",
+    "ckptctl.selection.marking": "Marked mark",
+    "ckptctl.selection.picking": "Pick Scan pick scan",
+    "ckptctl.selection.retention": "PruneDecision",
+    "ckptctl.selection.sealing": "Sealed seal",
+    "ckptctl.selection.verifying": "Contents show verify",
     "ckptctl.selection.watching": "Watched watch",
     "ckptctl.options": "ContentOptions PickPolicy Requirements StorageOptions TrainOptions",
     "ckptctl.loss.checking": "LossReport check_loss",

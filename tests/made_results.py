@@ -7,15 +7,9 @@ from dataclasses import replace
 from ckptctl.claims import Claim, ClaimName
 from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
-from ckptctl.selection.results import (
-    Answer,
-    Contents,
-    PassedOver,
-    Pick,
-    Scan,
-    ShardRow,
-    TensorRow,
-)
+from ckptctl.selection.choosing import Answer, PassedOver
+from ckptctl.selection.picking import Pick, Scan
+from ckptctl.selection.verifying import Contents, ShardRow, TensorRow
 
 NOW_S = 1_800_000_000.0
 ROOT = "/ckpt/run"

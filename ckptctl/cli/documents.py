@@ -144,13 +144,13 @@ def _own_file(title: str, holds: str, module: str = "documents") -> DocumentKind
 
 
 DOCUMENTS: Mapping[str, DocumentKind] = {
-    "scan": DocumentKind("ckptctl scan --json", ("selection.results:Scan",)),
+    "scan": DocumentKind("ckptctl scan --json", ("selection.picking:Scan",)),
     "verify": DocumentKind("ckptctl verify --json", ("cli.documents:Verified",)),
-    "pick": DocumentKind("ckptctl pick --json", ("cli.documents:Chosen", "selection.results:Pick")),
-    "show": DocumentKind("ckptctl show --json", ("selection.results:Contents",)),
-    "sealed": DocumentKind("ckptctl seal --json", ("selection.results:Sealed",)),
+    "pick": DocumentKind("ckptctl pick --json", ("cli.documents:Chosen", "selection.picking:Pick")),
+    "show": DocumentKind("ckptctl show --json", ("selection.verifying:Contents",)),
+    "sealed": DocumentKind("ckptctl seal --json", ("selection.sealing:Sealed",)),
     "watched": DocumentKind("ckptctl watch --json", ("selection.watching:Watched",)),
-    "marked": DocumentKind("ckptctl reject, accept and pin --json", ("selection.results:Marked",)),
+    "marked": DocumentKind("ckptctl reject, accept and pin --json", ("selection.marking:Marked",)),
     "pruned": DocumentKind("ckptctl prune --json", ("selection.pruning:Pruned",)),
     "preflight": DocumentKind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
     "supervised": DocumentKind("ckptctl run --json", ("supervisor.results:Supervised",)),

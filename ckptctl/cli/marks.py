@@ -12,7 +12,7 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.formats.own.marks import Mark, MarkKind
 from ckptctl.options import MARKS, PATTERN, Parameter, StorageOptions
-from ckptctl.selection.results import Marked
+from ckptctl.selection.marking import Marked
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "reject": (

@@ -19,7 +19,7 @@ from ckptctl.findings import Report, Severity, Verdict
 if TYPE_CHECKING:
     from ckptctl.goodput.history import RunHistory
     from ckptctl.goodput.timeline import Goodput
-    from ckptctl.selection.results import Scan
+    from ckptctl.selection.picking import Scan
     from ckptctl.selection.watching import Event
 
 

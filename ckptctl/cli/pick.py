@@ -11,7 +11,8 @@ from ckptctl.cli.pictures import warnings_of
 from ckptctl.cli.rendering import Line, StyledText, finding_lines, line, next_line, refused_lines
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
-from ckptctl.selection.results import Answer, Pick
+from ckptctl.selection.choosing import Answer
+from ckptctl.selection.picking import Pick
 
 EXAMPLES = (
     'CKPT=$(ckptctl pick /shared/ckpt/run-1234) && torchrun train.py --resume "$CKPT"',

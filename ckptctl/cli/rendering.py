@@ -18,7 +18,7 @@ from ckptctl.model import TrainState, WorldSize
 from ckptctl.symbols import Style
 
 if TYPE_CHECKING:
-    from ckptctl.selection.results import Pick
+    from ckptctl.selection.picking import Pick
 
 
 class StyledText(NamedTuple):

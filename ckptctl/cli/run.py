@@ -21,7 +21,7 @@ from ckptctl.distributed.launcher import launched_together
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
-from ckptctl.selection.overdue import ALARM_AFTER
+from ckptctl.selection.watching import ALARM_AFTER
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import OutputOptions, RunOptions
 from ckptctl.supervisor.policy import BudgetOptions

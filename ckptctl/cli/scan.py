@@ -39,8 +39,7 @@ from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT
-from ckptctl.selection.results import Scan
-from ckptctl.selection.scanning import NEWEST
+from ckptctl.selection.picking import NEWEST, Scan
 from ckptctl.storage.opening import absolute_url
 from ckptctl.symbols import LACKING, STEP_MARKS, Style
 

@@ -10,7 +10,7 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
 from ckptctl.formatting import counted, exact_size
 from ckptctl.options import Parameter, Requirements, StorageOptions
-from ckptctl.selection.results import Sealed
+from ckptctl.selection.sealing import Sealed
 
 EXAMPLES = (
     "ckptctl seal /shared/ckpt/run-1234@latest",

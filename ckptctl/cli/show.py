@@ -25,7 +25,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.formatting import counted, exact_size, percent, safe, size, some_of
 from ckptctl.options import Parameter, Requirements, StorageOptions
-from ckptctl.selection.results import Contents, TensorRow
+from ckptctl.selection.verifying import Contents, TensorRow
 
 EXAMPLES = (
     "ckptctl show /shared/ckpt/run-1234@auto",

@@ -21,8 +21,7 @@ from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.errors import OptionError
 from ckptctl.formatting import duration
 from ckptctl.options import Parameter, Requirements, StorageOptions
-from ckptctl.selection.overdue import ALARM_AFTER
-from ckptctl.selection.watching import BYTES_PER_S, INTERVAL_S, Event, Watched
+from ckptctl.selection.watching import ALARM_AFTER, BYTES_PER_S, INTERVAL_S, Event, Watched
 
 EXAMPLES = (
     "ckptctl watch /shared/ckpt/run-1234 --notify 'curl -sS --data-binary @- https://example.org'",

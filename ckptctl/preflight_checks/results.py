@@ -7,7 +7,8 @@ from enum import StrEnum
 
 from ckptctl.errors import NothingToResume
 from ckptctl.model import ExitCode, Message, NextCommand, NonNegative, Positive
-from ckptctl.selection.results import NoStepReason, Pick
+from ckptctl.selection.choosing import NoStepReason
+from ckptctl.selection.picking import Pick
 
 
 class CheckOutcome(StrEnum):

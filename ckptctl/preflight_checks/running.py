@@ -44,10 +44,8 @@ from ckptctl.preflight_checks.sizing import (
     ranks_in,
     sized,
 )
-from ckptctl.selection.picking import answer_of, check_create
-from ckptctl.selection.results import Answer, Pick
-from ckptctl.selection.scanning import scan
-from ckptctl.selection.searching import search
+from ckptctl.selection.choosing import Answer, search
+from ckptctl.selection.picking import Pick, answer_of, check_create, scan
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import name_below, open_store

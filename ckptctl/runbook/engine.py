@@ -42,7 +42,7 @@ from ckptctl.runbook.executing import Ended, as_typed, execute
 from ckptctl.runbook.record import Position, RunRecord, position_of
 from ckptctl.selection.marking import user_name
 from ckptctl.selection.roots import list_root
-from ckptctl.selection.same_root import SeenRoots
+from ckptctl.selection.targets import SeenRoots
 from ckptctl.storage.opening import local_path
 
 _ASSUMED = "dry run"

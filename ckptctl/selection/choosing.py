@@ -1,16 +1,26 @@
-"""Choose the newest candidate that may be resumed from.
+"""Decide about the steps of a run: which may be resumed from, and why another may not.
 
-This module contains only the policy: candidates come newest first, and the caller provides
-the function that inspects one. It does not access storage.
+From top to bottom: the answers and their reasons, the search from the newest step down, why a step
+is refused, what the roots of a run show besides, and the inspector that the search asks for a
+report of each candidate.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import groupby, islice
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from ckptctl.errors import StorageError, UsageError
 from ckptctl.findings import (
+    EXIT_FRESH,
+    EXIT_NONE_USABLE,
     EXIT_STATE_MISSING,
     Finding,
     Report,
@@ -18,13 +28,151 @@ from ckptctl.findings import (
     Verdict,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import StepName, counted_by, train_step_of
-from ckptctl.formatting import and_more, some_of, verb
+from ckptctl.formats.frameworks.layouts import (
+    StepName,
+    compile_pattern,
+    counted_by,
+    shard_rank,
+    train_step_of,
+)
+from ckptctl.formatting import and_more, command_line, counted, rfc3339, some_of, verb
+from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.marks import check_marks_file
+from ckptctl.inspection.one_save import SaveTimes, times_of
+from ckptctl.inspection.open_step import OpenStep, RootSteps
+from ckptctl.inspection.rank_files import ranks_in
+from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import STATE_KINDS, Level
-from ckptctl.options import PickPolicy
-from ckptctl.selection.not_shared import NotShared
-from ckptctl.selection.results import NoStepReason, PassedOver
-from ckptctl.selection.write_order import Order, WriteOrder
+from ckptctl.options import PickPolicy, Requirements, StorageOptions
+from ckptctl.selection.branches import (
+    Order,
+    WriteOrder,
+    branch_of,
+    left_behind,
+    ruled_out,
+)
+from ckptctl.selection.roots import (
+    RootListing,
+    check_counted_further,
+    check_further,
+    check_pointers,
+    check_reported,
+    duplicates,
+    list_root,
+    neighbours_of,
+    pattern_of,
+    pointer_numbers,
+    too_large_numbers,
+)
+from ckptctl.selection.targets import OpenRoot, Roots, open_roots, unavailable
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import base_name
+
+if TYPE_CHECKING:
+    from ckptctl.inspection.content import Asked
+
+
+class Answer(StrEnum):
+    """The possible answers of `pick`."""
+
+    FOUND = "found"
+    FELL_BACK = "fell-back"
+    FRESH = "fresh"
+    NONE_USABLE = "none-usable"
+    UNKNOWN = "unknown"
+    UNDECIDED = "undecided"
+
+
+class NoStepReason(StrEnum):
+    """Why no step was chosen, in one word that scripts and runbooks branch on."""
+
+    DAMAGED = "damaged"
+    """Of one step: it is damaged or unfinished."""
+    ALL_DAMAGED = "all-damaged"
+    """Every step is damaged or unfinished, or was rejected beside such steps."""
+    TOO_MANY_DAMAGED = "too-many-damaged"
+    """More steps are damaged than `--max-fallback` allows; an older one may be sound."""
+    STATE_MISSING = "state-missing"
+    """A step is sound, and lacks train state that is required."""
+    UNVERIFIABLE = "unverifiable"
+    """A step is not damaged, and nothing proves it at the requested level."""
+    REQUIREMENT = "requirement"
+    """A step is sound, and does not meet another requirement, such as a seal or world size."""
+    REJECTED = "rejected"
+    """Every step that is not damaged was rejected or superseded."""
+    EXCLUDED = "excluded"
+    """`--before` and `--skip` exclude every step."""
+    TWO_BRANCHES = "two-branches"
+    """The run may have gone back to an earlier step, and nothing says which branch it is on (2)."""
+    NOT_SHARED = "not-shared"
+    """Every step lacks the files of the same ranks: the storage is not shared by the nodes."""
+    NOT_INSPECTED = "not-inspected"
+    """A step could not be inspected, so no older one is chosen (75)."""
+    LOST_STEPS = "lost-steps"
+    """A record or pointer names a step that was usable, and none is there."""
+    RECORD_DOUBT = "record-doubt"
+    """No record proves that no step was ever usable."""
+    UNKNOWN_FILES = "unknown-files"
+    """Interrupted saves, and files that may be saves."""
+    SAVE_RUNNING = "save-running"
+    """The first save of the run may still be running (75)."""
+    NEW_RUN = "new-run"
+    """The root is that of a new run (10)."""
+    NO_ROOT = "no-root"
+    """The root does not exist (10)."""
+
+
+_ANSWERS = {
+    NoStepReason.NEW_RUN: Answer.FRESH,
+    NoStepReason.NO_ROOT: Answer.FRESH,
+    NoStepReason.NOT_INSPECTED: Answer.UNKNOWN,
+    NoStepReason.SAVE_RUNNING: Answer.UNKNOWN,
+    NoStepReason.TWO_BRANCHES: Answer.UNDECIDED,
+}
+
+
+_EXIT_CODES = {
+    Answer.FRESH: EXIT_FRESH,
+    Answer.UNKNOWN: StorageError.exit_code,
+    Answer.UNDECIDED: UsageError.exit_code,
+}
+
+
+class NoStep(msgspec.Struct, frozen=True):
+    """Why no step is chosen, and what to run next."""
+
+    reason: NoStepReason
+    message: str
+    next_command: str | None = None
+    code: int | None = None
+    """The exit code of an error that is more precise than that of the answer."""
+    missing: tuple[str, ...] = ()
+    """The roots that do not exist."""
+    created: str = ""
+    """The message where they are created."""
+
+    @property
+    def answer(self) -> Answer:
+        """The answer of `pick`, which follows from the reason."""
+        return _ANSWERS.get(self.reason, Answer.NONE_USABLE)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the answer: 2, 10, 11, 75 or 77."""
+        return self.code or _EXIT_CODES.get(self.answer, EXIT_NONE_USABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A newer step that was not chosen: its report, and the reason in one line."""
+
+    report: Report
+    """The report of the step."""
+    reason: str
+    """Why it was not chosen, in one line."""
+    word: NoStepReason = NoStepReason.DAMAGED
+    """The same as a word."""
+
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -78,13 +226,14 @@ class Search:
         self.inspect = inspect
         self.policy = policy
         self.chosen: Report | None = None
+        self.chosen_candidate: Candidate | None = None
         self.no_steps: list[Candidate] = []
         self.passed_over: list[PassedOver] = []
         self.unknown: list[Report] = []
         self.stopped: NoStepReason | None = None
         self.further: Search | None = None
         self.order: WriteOrder | None = None
-        self.not_shared: NotShared | None = None
+        self.not_shared: Finding | None = None
 
     @property
     def damaged(self) -> list[int | None]:
@@ -142,7 +291,7 @@ class Search:
             newer = [over.report for over in self.passed_over]
             over = why_not(report, older, self.inspect, self.policy, others, newer)
             if over is None:
-                self.chosen = report
+                self.chosen, self.chosen_candidate = report, candidate
                 return True
             self.passed_over.append(over)
             if report.verdict is Verdict.UNKNOWN and not candidate.optional:
@@ -161,18 +310,6 @@ class Search:
                 break
         return further
 
-    def decide_branch(self, order: WriteOrder) -> None:
-        """Stop the search where the run went back from the chosen step.
-
-        The step with the highest number and the one that was written last are of two branches,
-        and a person, or a record, decides which of them the run is on.
-        """
-        self.order = order
-        if self.chosen is None or order.order is not Order.WENT_BACK:
-            return
-        self.passed_over.append(PassedOver(self.chosen, order.why, NoStepReason.TWO_BRANCHES))
-        self.chosen, self.stopped = None, NoStepReason.TWO_BRANCHES
-
     def suspect_storage(self) -> Iterator[Finding]:
         """Yield `root.suspect` if two or more recent steps are damaged.
 
@@ -180,7 +317,7 @@ class Search:
         """
         damaged = self.damaged
         if self.not_shared is not None:
-            yield self.not_shared.finding
+            yield self.not_shared
             return
         if len(damaged) < 2:
             return
@@ -466,3 +603,354 @@ def _predecessors(
         yield report
         if not ask_all:
             return
+
+
+MIN_STEPS = 2
+"""So many steps that lack the same ranks are a pattern."""
+
+_LACKING = frozenset({"shard.missing", "file.missing", "metadata.missing"})
+
+
+def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
+    """The finding that storage is not shared, from steps that cannot be used, newest first.
+
+    Where the root is on a disk of each node, or a mount is missing on one, each node sees the files
+    of its own ranks. Every step then looks like an interrupted save or a damaged one, and all of
+    them lack the same ranks; on a node without rank 0 they have no metadata either. None unless
+    `MIN_STEPS` lack the files of the same ranks, and none lacks those of others.
+    """
+    seen = []
+    for inspection in inspections:
+        faults = inspection.report.with_severity(Severity.FAULT)
+        lacking, present = _ranks(inspection)
+        if lacking and any(fault.code in _LACKING for fault in faults):
+            seen.append((inspection.report.number, lacking, present))
+    kinds = {(lacking, present) for _, lacking, present in seen}
+    if len(seen) < MIN_STEPS or len(kinds) != 1:
+        return None
+    ((lacking, present),) = kinds
+    numbers = [number for number, _, _ in seen if number is not None]
+    return Finding(
+        "root.not-shared",
+        "",
+        f"{counted(len(numbers), 'step')} ({some_of(numbers)}) lack the files of the same "
+        f"{verb(len(lacking), 'rank', 'ranks')} ({some_of(sorted(lacking))}), and have those of "
+        f"{some_of(sorted(present))}: the root may not be shared, and the other files lie on other "
+        "nodes",
+        expected="the files of all ranks on each node",
+        found=f"those of {counted(len(present), 'rank')}",
+        next_command="ckptctl explain root.not-shared",
+    )
+
+
+def _ranks(inspection: Inspection) -> tuple[frozenset[int], frozenset[int]]:
+    """The ranks of which files are missing, and those of which files are there."""
+    present: set[int] = set()
+    named: set[int] = set()
+    for part in inspection.parts:
+        there = ranks_in(part.part)
+        present |= there
+        names = part.ranges.file_names if part.metadata else ()
+        named.update(rank for name in names if (rank := shard_rank(name)) is not None)
+        named.update(range(max((one.n_ranks or 0 for one in part.part.grids), default=0)))
+    # Without metadata nothing states the number of ranks, but the first is always 0.
+    named.update(range(min(present, default=0)))
+    return frozenset(named - present), frozenset(present)
+
+
+class RunSearch(Search):
+    """The search of the roots of one run, which stay open until the caller's stack ends.
+
+    `candidates` are the steps that the policy allows, newest first. `findings` are about the
+    roots, not about a step. `new_run` is what it means that no step was chosen, where the roots
+    contain only unfinished saves or nothing.
+    """
+
+    inspect: CachingInspector
+
+    def __init__(
+        self,
+        roots: Roots,
+        opened_roots: tuple[OpenRoot, ...],
+        inspector: CachingInspector,
+        policy: PickPolicy,
+    ) -> None:
+        super().__init__(inspector, policy)
+        self.roots = roots
+        self.opened_roots = opened_roots
+        self.candidates = in_order(candidates_of(opened_roots), policy)
+        self.findings: list[Finding] = []
+        self.new_run: NoStep | None = None
+
+    @property
+    def opened(self) -> OpenStep | None:
+        """The chosen step, open."""
+        chosen = self.chosen_candidate
+        return None if chosen is None else self.inspect.inspected[chosen].opened
+
+    @property
+    def n_steps(self) -> int:
+        """The number of all steps, including those that the policy excludes."""
+        return len(candidates_of(self.opened_roots)) - len(self.no_steps)
+
+    def run(self) -> None:
+        """Choose a step, and compare it with what the roots show besides; see `search`."""
+        self.choose(self.candidates)
+        self._check_are_steps()
+        if self.chosen_candidate is not None:
+            self._check_counts(self.chosen_candidate)
+            self._decide_branch(self.chosen_candidate)
+        over = {id(one.report) for one in self.passed_over}
+        known = [one for one in self.inspect.inspected.values() if id(one.report) in over]
+        self.not_shared = not_shared(known)
+        if self.not_shared is not None and self.chosen is None and not self.unknown:
+            self.stopped = NoStepReason.NOT_SHARED
+        self.findings = self._root_findings()
+        decided = (NoStepReason.TWO_BRANCHES, NoStepReason.NOT_SHARED)
+        if self.chosen is None and self.stopped not in decided:
+            self.new_run = self._new_run()
+
+    def _check_are_steps(self) -> None:
+        """Raise `UsageError` if all that has the name of a step is the root of a run."""
+        over = [one.report for one in self.passed_over]
+        nested = [r for r in over if any(one.code == "step.nested" for one in r.findings)]
+        if self.chosen is None and nested and nested == over:
+            roots = ", ".join(root.store.url for root in self.opened_roots)
+            inside = some_of([base_name(report.url) for report in nested])
+            do = verb(len(nested), "does", "do")
+            raise UsageError(
+                f"{roots} holds no steps itself, but {inside} in it {do}",
+                next_command=command_line("scan", nested[0].url),
+            )
+
+    def _check_counts(self, chosen: Candidate) -> None:
+        """Raise `UsageError` if a save whose name has another count is further than the chosen."""
+        other = further_by_another_count(chosen, self.candidates, self.inspect, self.policy)
+        if other is None:
+            return
+        root = self.opened_roots[other.root_index].store.url
+        counts = [counted_by(one.named.layout) for one in (chosen, other)]
+        raise UsageError(
+            f"{chosen.named.name} counts {counts[0]} and {other.named.name} counts {counts[1]}, so "
+            f"their numbers cannot be compared; {other.named.name} {self._how_far(other)}, and "
+            f"{chosen.named.name} {self._how_far(chosen)}: select the saves of one count by "
+            "--pattern, or give the step itself",
+            next_command=command_line("scan", root, "--pattern", pattern_of(other.named)),
+        )
+
+    def _how_far(self, candidate: Candidate) -> str:
+        """What is known of how far a save is, for a message."""
+        report = self.inspect(candidate, Level.LISTING)
+        step = train_step_of(report.layout, report.number, report.state.step.value)
+        if step is not None:
+            return f"is of training step {step:,}"
+        if report.written_s is not None:
+            return f"was written at {rfc3339(report.written_s, 'seconds')}"
+        return "does not show how far it is"
+
+    def _decide_branch(self, chosen: Candidate) -> None:
+        """Claim that the chosen step is on the branch of the run, or stop where it is not.
+
+        The step with the highest number and the one that was written last may be of two branches;
+        a person, or a record, decides which of them the run is on.
+        """
+        self.order = order = branch_of(chosen, self.candidates, self.opened_roots, self.inspect)
+        known = self.inspect.inspected[chosen]
+        report = known.report.with_claim(order.claim)
+        self.inspect.inspected[chosen] = replace(known, report=report)
+        self.chosen = report
+        if order.order is Order.WENT_BACK:
+            self.passed_over.append(PassedOver(report, order.why, NoStepReason.TWO_BRANCHES))
+            self.stopped = NoStepReason.TWO_BRANCHES
+            self.chosen = self.chosen_candidate = None
+
+    def _root_findings(self) -> list[Finding]:
+        """Findings about the roots themselves.
+
+        Cost: a read of each pointer, an inspection of each older step that one names, and what
+        `check_further` takes.
+        """
+        chosen = self.chosen_candidate
+        number = chosen.named.number if chosen else None
+        findings = [*unavailable(self.opened_roots), *self.suspect_storage()]
+        for root in self.opened_roots:
+            findings += duplicates(root.listing.steps)
+            findings += too_large_numbers(root.listing)
+            named = pointer_numbers(root.store, root.listing)
+            findings += check_pointers(named, root.listing, number)
+            findings += check_reported(root.store, root.listing, chosen.named if chosen else None)
+            if number is not None:
+                findings += check_further(root.store, root.listing, number)
+            if chosen is not None and self.opened_roots[chosen.root_index] is root:
+                known = self.inspect.inspected[chosen]
+                report = known.report
+                trained = train_step_of(report.layout, report.number, report.state.step.value)
+                findings += check_counted_further(root.store, root.listing, known.opened, trained)
+        return [*findings, *self._two_branches()]
+
+    def _two_branches(self) -> Iterator[Finding]:
+        """Yield `root.two-branches` where lower steps were written after the chosen one."""
+        order = self.order
+        if order is None or order.own is None:
+            return
+        if order.order not in (Order.WENT_BACK, Order.DOUBTFUL):
+            return
+        own, last = order.own, order.last
+        message = (
+            f"step {last.number} was written after step {own.number}: they are of two branches of "
+            "the run"
+        )
+        if order.order is Order.DOUBTFUL:
+            message = (
+                f"{order.why}: if they were not copied, the run went back to an earlier step, and "
+                f"step {own.number} is of the branch that it left"
+            )
+        yield Finding(
+            "root.two-branches",
+            last.name,
+            message,
+            expected="steps written in the order of their numbers",
+            found=f"step {last.number} written after step {own.number}",
+            next_command=command_line("pick", *self.roots.urls, "--before", last.number + 1),
+        )
+
+    def _new_run(self) -> NoStep | None:
+        """What it means that no step was chosen, if the roots hold none but unfinished saves.
+
+        None where they hold anything else: then it is no question whether the run is new.
+        """
+        over = [one.report for one in self.passed_over]
+        n_steps = sum(len(root.listing.steps) for root in self.opened_roots)
+        unfinished = all(report.left_unfinished for report in over)
+        if len(self.no_steps) + len(over) < n_steps or not unfinished:
+            return None
+        from ckptctl.selection.empty_roots import without_steps
+
+        pointers = [finding for finding in self.findings if finding.code == "pointer.differs"]
+        return without_steps(self.opened_roots, over, pointers, self.policy.ignore)
+
+
+def search(
+    stack: ExitStack,
+    roots: Roots,
+    policy: PickPolicy,
+    requirements: Requirements,
+    storage: StorageOptions,
+    list_steps: Callable[[Store, re.Pattern[str] | None], RootListing] = list_root,
+    seal_bytes: SealBytes | None = None,
+) -> RunSearch:
+    """Open the roots until `stack` ends, list each, and choose a step.
+
+    Raises as `open_roots` and `without_steps` do. Cost: one call of `list_steps` for each root,
+    and the inspection of each step that decides the choice.
+    """
+    check_marks_file(requirements.marks)
+    pattern = compile_pattern(requirements.pattern)
+    opened_roots = open_roots(stack, roots, lambda store: list_steps(store, pattern), storage)
+    inspector = CachingInspector(opened_roots, requirements, policy.level, seal_bytes)
+    found = RunSearch(roots, opened_roots, inspector, policy)
+    found.run()
+    return found
+
+
+class CachingInspector:
+    """Inspects candidates, each at most once at each level, and keeps the reports."""
+
+    def __init__(
+        self,
+        opened_roots: Sequence[OpenRoot],
+        requirements: Requirements,
+        level: Level | None,
+        seal_bytes: SealBytes | None = None,
+    ) -> None:
+        self._roots = opened_roots
+        self._seal_bytes = seal_bytes
+        self._requirements = requirements
+        self.level = level
+        self.confirm = True
+        self.content: Asked | None = None
+        self.inspected: dict[Candidate, Inspection] = {}
+        self._steps = [RootSteps(root.listing.trees) for root in opened_roots]
+
+    def __call__(self, candidate: Candidate, at_least: Level) -> Report:
+        """The report on a candidate, at the requested level and at least at `at_least`."""
+        known = self.inspected.get(candidate)
+        if known is None or known.report.level.place < at_least.place:
+            known = self._inspect(candidate, at_least)
+            if known.report.verdict is Verdict.CHANGED:
+                # A save that replaced it may be whole by now: the change is no reason to skip it.
+                known = self._inspect(candidate, at_least, anew=True)
+            # The resumes that other roots record: in its own root a mark excludes a step.
+            beside = [root for i, root in enumerate(self._roots) if i != candidate.root_index]
+            left = left_behind(known, [resume for root in beside for resume in root.resumes])
+            if left is not None and not self._has_copy(left.root, known.report):
+                known = ruled_out(known, left)
+            self.inspected[candidate] = known
+        return known.report
+
+    def _inspect(self, candidate: Candidate, at_least: Level, *, anew: bool = False) -> Inspection:
+        root, named = self._roots[candidate.root_index], candidate.named
+        steps = self._steps[candidate.root_index]
+        beside = neighbours_of(lambda: root.listing.steps, named.number, steps)
+        opened = steps.opened.get(named.name)
+        if opened is None or anew:
+            files = None if anew else steps.files(named.name)
+            opened = OpenStep(root.store, named, files)
+        inspected = inspect_step(
+            opened,
+            self._requirements,
+            level=self._level(at_least),
+            content=self.content,
+            neighbours=beside,
+            confirm=self.confirm,
+            seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
+        )
+        if inspected.report.verdict in (Verdict.CHANGED, Verdict.UNKNOWN):
+            steps.forget(named.name)
+        else:
+            steps.add(opened)
+        return inspected
+
+    def times_of(self, candidate: Candidate) -> SaveTimes | None:
+        """When a candidate was written; None where that is unknown. Cost: its listing at most."""
+        root, name = self._roots[candidate.root_index], candidate.named.name
+        files = self._steps[candidate.root_index].files(name)
+        try:
+            return times_of(OpenStep(root.store, candidate.named, files).step)
+        except StorageError:
+            return None
+
+    def _level(self, at_least: Level) -> Level | None:
+        if at_least is Level.LISTING:
+            return self.level
+        return max(self.level or at_least, at_least, key=lambda level: level.place)
+
+    def _has_copy(self, url: str, report: Report) -> bool:
+        """Whether the root at `url` contains the same save, and no mark there excludes it."""
+        for root in self._roots:
+            for named in root.listing.steps if root.store.url == url else ():
+                if named.number == report.number:
+                    # Asks which save a step is, and not for its bytes.
+                    other = inspect_step(
+                        OpenStep(root.store, named),
+                        self._requirements,
+                        level=Level.LISTING,
+                        seal_bytes=SealBytes.LATER,
+                    ).report
+                    is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
+                    if report.digests and other.digests == report.digests and not is_out:
+                        return True
+        return False
+
+    def level_reason(self, candidate: Candidate) -> str | None:
+        """Why an inspection was not deeper; None if a level was requested."""
+        return why_not_deeper(self.inspected[candidate]) if self.level is None else None
+
+
+def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
+    """The steps of all roots, each with the place of its root."""
+    return [
+        Candidate(place, named, root.optional)
+        for place, root in enumerate(opened_roots)
+        for named in root.listing.steps
+    ]

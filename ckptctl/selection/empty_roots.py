@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -32,18 +32,13 @@ from ckptctl.formats.frameworks.layouts import (
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
+from ckptctl.selection.choosing import NoStep, NoStepReason
 from ckptctl.selection.history import History, read_history
-from ckptctl.selection.results import NoStep, NoStepReason
-from ckptctl.selection.roots import (
-    RootListing,
-    check_listed_again,
-    pointer_numbers,
-    read_listing,
-)
+from ckptctl.selection.roots import RootListing, check_listed_again, pointer_numbers, read_listing
 from ckptctl.selection.targets import OpenRoot, check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.in_flight import in_flight
-from ckptctl.storage.opening import base_name, join_url, parent_url
+from ckptctl.storage.opening import base_name, join_url
 
 MAX_FOLDERS = 2_000
 """So many folders below a root are listed; a root with more is no new run without a record."""
@@ -51,25 +46,18 @@ MAX_FILES = 200_000
 """So many entries of them are compared."""
 MAX_FOLDERS_TRIED = 64
 MAX_NAMED = 8
-_MAX_NEIGHBOURS = 3
-
-OpenStore = Callable[[str], Store]
 
 
 def without_steps(
     opened_roots: Sequence[OpenRoot],
-    *,
     interrupted: Sequence[Report] = (),
     pointers: Sequence[Finding] = (),
-    open_other: OpenStore | None = None,
     ignore: Collection[str] = (),
 ) -> NoStep:
     """Decide what roots mean that contain no step, or only `interrupted` saves.
 
     `pointers` are the findings about pointers that name a step, which is not usable then.
-    `open_other` opens the parent of a missing root, to list similar names, and folders that
-    links in a root point to. `ignore` are the patterns of files and folders that a person knows
-    not to be saves.
+    `ignore` are the patterns of files and folders that a person knows not to be saves.
 
     Raises `UsageError` if a root is a wrong path or contains a file that is not known, and
     `StorageUnavailable` if the storage is probably not mounted or does not answer, or if a
@@ -88,13 +76,7 @@ def without_steps(
     ]
     for root, history in zip(opened_roots, histories, strict=True):
         try:
-            check_empty(
-                root.store,
-                root.listing,
-                open_other=open_other,
-                is_root=history.used,
-                ignore=ignore,
-            )
+            check_empty(root.store, root.listing, is_root=history.used, ignore=ignore)
         except UsageError as error:
             if not interrupted:
                 raise
@@ -131,25 +113,13 @@ def without_steps(
         return _after_interrupted(urls, histories, interrupted, counter)
     missing = [root.store for root in opened_roots if not root.listing.exists]
     if missing:
-        return _not_there(missing, open_other)
+        names = tuple(store.url for store in missing)
+        absent = f"{', '.join(names)} {verb(len(missing), 'does', 'do')} not exist"
+        message = f"{absent}: check the path"
+        return NoStep(NoStepReason.NO_ROOT, message, missing=names, created=f"{absent}: created")
     holds = verb(len(opened_roots), "holds", "hold")
     message = f"{urls} {holds} no step at all: this is a fresh run"
     return NoStep(NoStepReason.NEW_RUN, message)
-
-
-def _not_there(missing: Sequence[Store], open_other: OpenStore | None) -> NoStep:
-    """What roots mean that do not exist: a new run, or a wrong path."""
-    similar = [name for store in missing for name in _neighbours(store, open_other)]
-    beside = f" (beside it: {some_of([base_name(url) for url in similar])})" if similar else ""
-    names = tuple(store.url for store in missing)
-    absent = f"{', '.join(names)} {verb(len(missing), 'does', 'do')} not exist"
-    return NoStep(
-        NoStepReason.NO_ROOT,
-        f"{absent}: check the path{beside}",
-        missing=names,
-        similar=tuple(similar),
-        created=f"{absent}: created{beside}",
-    )
 
 
 def restart_counter() -> str | None:
@@ -202,27 +172,6 @@ def _saves(interrupted: Sequence[Report]) -> str:
     return f"the unfinished save{many} of step{many} {some_of([one.number for one in interrupted])}"
 
 
-def _neighbours(store: Store, open_other: OpenStore | None) -> list[str]:
-    """The folders beside a missing root whose names are similar to its own."""
-    name, parent = base_name(store.url), parent_url(store.url)
-    if open_other is None or not name:
-        return []
-    try:
-        with open_other(parent) as above:
-            entries = above.list_dir("")
-    except (StorageError, UsageError):
-        return []  # a help, and no condition: the folder above may be closed to us
-    names = [one.path for one in entries if one.kind != "file" and one.path != name]
-    longer = [other for other in names if other.startswith(name)]
-    import difflib
-
-    alike = [
-        *longer,
-        *(n for n in difflib.get_close_matches(name, names, n=_MAX_NEIGHBOURS) if n not in longer),
-    ]
-    return [join_url(parent, other) for other in alike]
-
-
 def check_has_steps(store: Store, listing: RootListing) -> None:
     """Raise if the path given to a command that needs steps is wrong.
 
@@ -237,7 +186,6 @@ def check_empty(
     store: Store,
     listing: RootListing,
     *,
-    open_other: OpenStore | None = None,
     is_root: bool = False,
     ignore: Collection[str] = (),
 ) -> None:
@@ -260,7 +208,7 @@ def check_empty(
         )
     if not listing.exists:
         return
-    content = _content_of(store, listing, open_other, ignore)
+    content = _content_of(store, listing, ignore)
     of_ranks = [path for path in content.roots if _FOLDER_OF_RANK.fullmatch(base_name(f"/{path}"))]
     if of_ranks:
         raise UsageError(
@@ -313,9 +261,12 @@ def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
 
     Cost: one listing per folder that is not a step, at most `MAX_FOLDERS_TRIED`.
     """
-    inside = _listed_folders(store, listing)
-    folders = [name for name, one in inside if one.is_step or one.unnumbered]
-    names = [*listing.unnumbered, *(name for name in folders if not is_beside(name))]
+    names = [*listing.unnumbered]
+    for folder in listing.folders[:MAX_FOLDERS_TRIED]:
+        with suppress(StorageError):
+            inside = read_listing(_names_in(store, folder), listing.pattern)
+            if (inside.is_step or inside.unnumbered) and not is_beside(folder):
+                names.append(folder)
     if not names:
         return
     seem = verb(len(names), "looks like a checkpoint", "look like checkpoints")
@@ -369,89 +320,64 @@ class _Content:
     n_not_listed: int = 0
 
 
-def _content_of(
-    store: Store, listing: RootListing, open_other: OpenStore | None, ignore: Collection[str]
-) -> _Content:
+def _content_of(store: Store, listing: RootListing, ignore: Collection[str]) -> _Content:
     """List a root and all folders below it, from the nearest level to one that holds steps."""
-    content, without_number = _Content(), set[str]()
+    content, weights = _Content(), list[str]()
     ignore = (*ignore, *pointer_numbers(store, listing))  # what they name is compared elsewhere
-    saved = _scattered_files(store, listing)
+    # The files of steps that have no folder of their own.
+    scattered = {step.name for step in listing.steps if is_scattered(step.name)}
+    files_of = list_scattered(store, list_if_there(store, "")) if scattered else {}
+    saved = {file.path for step in files_of if step.name in scattered for file in files_of[step]}
     n_folders, n_files = -1, 0  # the root itself is listed first
     level = [""]
     while level and not content.roots:
-        listed, level = level[: MAX_FOLDERS - n_folders], level[MAX_FOLDERS - n_folders :]
-        content.n_not_listed += len(level)
-        n_folders += len(listed)
+        room = MAX_FOLDERS - n_folders
+        content.n_not_listed += len(level[room:])
+        n_folders += len(level[:room])
         below: list[str] = []
-        for folder, entries in _listed(store, listed):
+        for folder, entries in _listed(store, level[:room]):
             n_files += len(entries)
+            inside = listing if folder == "" else read_listing(entries, listing.pattern)
+            # The steps of the root itself are inspected one by one.
+            steps = {step.name for step in inside.steps if not step.bare}
             if n_files > MAX_FILES:
                 content.n_not_listed += len(entries)
-                continue
-            inside = listing if folder == "" else read_listing(entries, listing.pattern)
-            if folder and any(not step.bare for step in inside.steps):
+            elif folder and steps:
                 content.roots.append(folder)
             elif folder and inside.is_step:
-                without_number.add(folder)
                 content.unknown.append(folder)
+                weights.append(folder)
             else:
-                below += _compare(
-                    store, folder, entries, inside, open_other, ignore, saved, content
-                )
+                for entry in entries:
+                    path = f"{folder}/{entry.path}" if folder else entry.path
+                    is_compared = entry.path in steps or path in saved or path == OWN_FOLDER
+                    if is_compared or _is_ignored(path, ignore):
+                        continue
+                    if entry.kind == "dir":
+                        below += [] if entry.path in _NOT_LISTED else [path]
+                    elif not _is_known(store, path, entry):
+                        content.unknown.append(path)
+                        if is_named_as_weights(entry.path) or is_of_a_step(entry.path):
+                            weights.append(path)
         level = below
     # A folder of digits that holds weights is a step.
-    weights = [
-        path
-        for path in content.unknown
-        if path in without_number or _is_named_as_saved(base_name(f"/{path}"))
-    ]
     above = (re.match(r"(.+?)/[0-9]+(?:/|$)", path) for path in weights)
     content.roots = content.roots or list(dict.fromkeys(match[1] for match in above if match))
     return content
 
 
-def _scattered_files(store: Store, listing: RootListing) -> frozenset[str]:
-    """The files of the steps of a root that have no folder of their own."""
-    names = {step.name for step in listing.steps if is_scattered(step.name)}
-    found = list_scattered(store, list_if_there(store, "")) if names else {}
-    return frozenset(
-        file.path for step, files in found.items() if step.name in names for file in files
-    )
+def _is_known(store: Store, path: str, entry: FileInfo) -> bool:
+    """Whether a file or a link is known to be no save.
 
-
-def _is_named_as_saved(name: str) -> bool:
-    return is_named_as_weights(name) or is_of_a_step(name)
-
-
-def _compare(
-    store: Store,
-    folder: str,
-    entries: Sequence[FileInfo],
-    inside: RootListing,
-    open_other: OpenStore | None,
-    ignore: Collection[str],
-    saved: Collection[str],
-    content: _Content,
-) -> Iterator[str]:
-    """Add what is unknown in one folder to `content`; yield the folders in it to be listed."""
-    # The steps of the root itself are inspected one by one.
-    steps = {step.name for step in inside.steps if not step.bare}
-    for entry in entries:
-        path = f"{folder}/{entry.path}" if folder else entry.path
-        if entry.path in steps or path in saved or path == OWN_FOLDER or _is_ignored(path, ignore):
-            continue
-        if entry.kind == "dir":
-            if entry.path not in _NOT_LISTED:
-                yield path
-        elif entry.kind == "link":
-            # Deeper links are not followed: a tree of packages may have thousands.
-            found = None if folder else _behind_link(store, path, open_other)
-            if found is not None and any(not step.bare for step in found.steps):
-                content.roots.append(path)
-            elif not (_stays_inside(store, path, entry) or is_known_as_no_save(entry)):
-                content.unknown.append(path)
-        elif entry.kind == "file" and not is_known_as_no_save(entry):
-            content.unknown.append(path)
+    A link to something below the root is compared under its own name; no other is followed.
+    """
+    if is_known_as_no_save(entry) or entry.kind not in ("file", "link"):
+        return True
+    if entry.kind != "link" or store.folders is None:
+        return False
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(path), entry.link or ".."))
+    is_below = not target.startswith(("/", "..")) and target != "."
+    return is_below and os.path.exists(store.folders.path_of(target))
 
 
 _NOT_LISTED = NO_RUN_BELOW | {".git", ".hg", ".svn", "__pycache__", ".snapshot"}
@@ -461,13 +387,6 @@ _NOT_LISTED = NO_RUN_BELOW | {".git", ".hg", ".svn", "__pycache__", ".snapshot"}
 def _is_ignored(path: str, ignore: Collection[str]) -> bool:
     name = base_name(f"/{path}")
     return any(fnmatchcase(path, pattern) or fnmatchcase(name, pattern) for pattern in ignore)
-
-
-def _stays_inside(store: Store, path: str, link: FileInfo) -> bool:
-    """Whether a link leads to something below the root, which is compared under its own name."""
-    target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link.link or ".."))
-    is_below = not target.startswith(("/", "..")) and target != "."
-    return is_below and store.folders is not None and os.path.exists(store.folders.path_of(target))
 
 
 def _listed(store: Store, folders: Sequence[str]) -> Iterable[tuple[str, list[FileInfo]]]:
@@ -482,18 +401,3 @@ def _names_in(store: Store, folder: str) -> list[FileInfo]:
     # It may have been removed after the root was listed.
     entries = list_if_there(store, folder)
     return [entry.at(entry.path.rsplit("/", 1)[-1]) for entry in entries]
-
-
-def _listed_folders(store: Store, listing: RootListing) -> Iterator[tuple[str, RootListing]]:
-    for folder in listing.folders[:MAX_FOLDERS_TRIED]:
-        with suppress(StorageError):
-            yield folder, read_listing(_names_in(store, folder), listing.pattern)
-
-
-def _behind_link(store: Store, path: str, open_other: OpenStore | None) -> RootListing | None:
-    """What lies in the folder that a link leads to; None for any other link."""
-    folders = store.folders
-    if open_other is None or folders is None or not os.path.isdir(folders.path_of(path)):
-        return None
-    with open_other(join_url(store.url, path)) as other:
-        return read_listing(other.list_dir(""))

@@ -12,7 +12,7 @@ import getpass
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
@@ -30,14 +30,32 @@ from ckptctl.formatting import command_line, rfc3339
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.marks import add_mark
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.model import Level
+from ckptctl.model import ExitCode, Level, Message, NextCommand, StepNumber, StepUrl
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
-from ckptctl.selection.results import Marked
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.opening import absolute_url, join_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """The result of `mark`: the mark that was written, None if nothing changed."""
+
+    url: StepUrl
+    number: StepNumber
+    mark: Mark | None
+    """The mark that was written; null where there was nothing to lift."""
+    path: str | None
+    """The file that holds the mark."""
+    lifted: tuple[Mark, ...]
+    """The marks that it lifts."""
+    standing: tuple[Mark, ...]
+    """The marks in force on this save of the step from now on, oldest first."""
+    message: Message
+    exit_code: ExitCode
+    next_command: NextCommand
 
 
 MAX_EVIDENCE = 32

@@ -1,34 +1,147 @@
-"""Choose the step to resume from.
+"""Choose the step to resume from, and scan the steps of a root as `pick` sees them.
 
-Without a step there are three kinds of answers, with three exit codes: there is none (10),
-none is usable (11), the storage could not be inspected (75, 77).
+Without a step there are three kinds of answers, with three exit codes: there is none (10), none is
+usable (11), the storage could not be inspected (75, 77).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.errors import OptionError
-from ckptctl.findings import EXIT_STATE_MISSING, Report, Severity, Verdict
-from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.errors import NothingToResume, OptionError
+from ckptctl.findings import EXIT_STATE_MISSING, Finding, Report, Severity, Verdict
+from ckptctl.formatting import command_line, counted, safe, some_of, verb
+from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
+from ckptctl.model import ExitCode, Level, Message, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.choosing import KINDS_THAT_COUNT, Search, demanded
-from ckptctl.selection.results import Answer, NoStep, NoStepReason, PassedOver, Pick
-from ckptctl.selection.searching import RunSearch, candidates_of, search
+from ckptctl.selection.branches import WriteOrder, write_order
+from ckptctl.selection.choosing import (
+    KINDS_THAT_COUNT,
+    Answer,
+    Candidate,
+    NoStep,
+    NoStepReason,
+    PassedOver,
+    RunSearch,
+    Search,
+    candidates_of,
+    demanded,
+    search,
+)
+from ckptctl.selection.empty_roots import check_unnumbered
+from ckptctl.selection.roots import list_all
 from ckptctl.selection.targets import Roots, roots_in
-from ckptctl.selection.write_order import WriteOrder
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptctl.options import PickKeywords
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The steps under a root, or under several, newest first."""
+
+    root: str
+    """The root as given; of several, the first that is not optional."""
+    roots: tuple[str, ...]
+    """All roots, in order of preference."""
+    exists: bool
+    """The root exists."""
+    reports: tuple[Report, ...]
+    """A report for each inspected step, newest first."""
+    chosen: str | None
+    """The address of the step that `pick` would choose; null where it would choose none."""
+    findings: tuple[Finding, ...]
+    """Findings about the root, not about a step."""
+    n_steps: int
+    """Steps under the root, including those that were not inspected."""
+    exit_code: ExitCode
+    next_command: NextCommand
+    message: str
+    """The answer of `pick` in one line."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """The address of each step that `pick` passed over, with the reason."""
+    n_older: int = 0
+    """Older steps that `last` left out."""
+    more_before: int | None = None
+    """The `--before` that shows the next older steps."""
+    reason: NoStepReason | None = None
+    """Why `pick` would choose no step, in one word; null where it would choose one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Which step to resume from, or why none."""
+
+    answer: Answer
+    """The kind of answer."""
+    roots: tuple[str, ...]
+    """The roots, in order of preference."""
+    chosen: Report | None
+    """The report of the chosen step; null where none was chosen."""
+    passed_over: tuple[PassedOver, ...]
+    """Newer steps that were not chosen, in the order in which they were inspected."""
+    findings: tuple[Finding, ...]
+    """Findings about the roots, not about a step."""
+    level: Level | None
+    """The level at which the chosen step was inspected."""
+    level_reason: str | None
+    """Why a deeper level was not inspected, and what it would cost; null where the level was
+    given."""
+    message: Message
+    exit_code: ExitCode
+    next_command: NextCommand
+    required: tuple[str, ...] = ()
+    """The kinds of train state that the chosen step had to hold: demanded by the caller, or held
+    by the steps before it."""
+    absent: tuple[str, ...] = ()
+    """The kinds of train state that the chosen step does not restore."""
+    reason: NoStepReason | None = None
+    """Why no step was chosen, in one word; null where one was."""
+    newest_sound: str | None = None
+    """The newest sound step behind more damaged ones than may be passed over: a person decides
+    whether to resume from it."""
+
+    @property
+    def path(self) -> str:
+        """The address of the chosen step; raises `NothingToResume` where there is none."""
+        if self.chosen is None:
+            raise self._nothing()
+        return self.chosen.url
+
+    @property
+    def step(self) -> int:
+        """The number of the chosen step; raises `NothingToResume` where there is none."""
+        if self.chosen is None or self.chosen.number is None:
+            raise self._nothing()
+        return self.chosen.number
+
+    def _nothing(self) -> NothingToResume:
+        reason = self.reason.value if self.reason is not None else ""
+        return NothingToResume(
+            self.message, exit_code=self.exit_code, next_command=self.next_command, reason=reason
+        )
+
+    @property
+    def about_state(self) -> str:
+        """The required train state, what is not restored, and the options that change this."""
+        words = f"requires {', '.join(self.required) or 'nothing'}"
+        if self.absent:
+            words += f"; does not restore {', '.join(self.absent)}"
+        not_recognized = self.chosen.state.unrecognized if self.chosen else ()
+        if not_recognized:
+            keys = some_of([safe(entry.where) for entry in not_recognized])
+            words += f"; not recognized: {keys} (--state KIND=KEY maps it)"
+        return f"{words} (--require KIND,... demands more, --allow-missing-state less)"
 
 
 def pick(
@@ -107,8 +220,8 @@ def answer_of(
     With `create`, the mandatory roots of a fresh run and their sentinels are created, or the
     chosen step is recorded.
     """
-    if done.chosen is not None:
-        found = _found(done, done.chosen, requirements.require)
+    if done.chosen is not None and done.chosen_candidate is not None:
+        found = _found(done, done.chosen, done.chosen_candidate, requirements.require)
     elif done.new_run is not None:
         found = _new_run(done, done.new_run, command, allow_fresh=allow_fresh, create=create)
     else:
@@ -122,8 +235,9 @@ def answer_of(
     return found
 
 
-def _found(done: RunSearch, chosen: Report, require: Collection[str]) -> Pick:
-    newer = _newer(done, chosen)
+def _found(done: RunSearch, chosen: Report, candidate: Candidate, require: Collection[str]) -> Pick:
+    passed_over = [over.report.number for over in done.passed_over]
+    newer = [number for number in passed_over if number != chosen.number]
     past = f", falling back past {_numbers(newer)}" if newer else ""
     return Pick(
         answer=Answer.FELL_BACK if newer else Answer.FOUND,
@@ -132,18 +246,13 @@ def _found(done: RunSearch, chosen: Report, require: Collection[str]) -> Pick:
         passed_over=tuple(done.passed_over),
         findings=tuple(done.findings),
         level=chosen.level,
-        level_reason=done.inspect.level_reason(chosen),
+        level_reason=done.inspect.level_reason(candidate),
         message=f"resume from step {chosen.number}{past}",
         exit_code=0,
         next_command=None,
         required=demanded(chosen, require, done.policy),
         absent=tuple(kind for kind in chosen.state.absent if kind in KINDS_THAT_COUNT),
     )
-
-
-def _newer(search: Search, chosen: Report) -> list[int | None]:
-    numbers = [over.report.number for over in search.passed_over]
-    return [number for number in numbers if number != chosen.number]
 
 
 def _without(done: RunSearch, why: NoStep, exit_code: int) -> Pick:
@@ -186,8 +295,6 @@ def _after_new_run(done: RunSearch, why: NoStep, command: str) -> str:
     if why.answer is Answer.UNKNOWN:
         return command_line(command, *done.roots.words)
     if why.missing:  # more often a wrong path than a new run
-        if len(why.similar) == len(done.roots.urls) == 1:
-            return command_line(command, why.similar[0])
         above = parent_url(why.missing[0])
         if above != why.missing[0]:  # an empty bucket has none
             return command_line("scan", above)
@@ -295,12 +402,8 @@ def _not_inspected(done: RunSearch) -> NoStep:
     message = f"step {number} could not be inspected, so no older one is chosen: {why}"
     next_command = _remedy(report)
     if next_command is None:
-        candidate = done.inspect.candidate_of(report)
-        root = done.roots.first
-        if candidate is not None:
-            root = done.opened_roots[candidate.root_index].store.url
         message += "; check the storage, then wait and try again, or wait longer with --timeout"
-        next_command = command_line("doctor", "storage", root)
+        next_command = command_line("doctor", "storage", parent_url(report.url))
     code = max(report.exit_code for report in done.unknown)
     return NoStep(NoStepReason.NOT_INSPECTED, message, next_command, code)
 
@@ -395,3 +498,121 @@ MAX_NAMED = 5
 
 def _numbers(steps: Sequence[int | None]) -> str:
     return f"{verb(len(steps), 'step', 'steps')} {some_of(steps, MAX_NAMED)}"
+
+
+OnReport = Callable[[Report, bool, str | None], None]
+"""Called with a report, whether it is the chosen one, and why `pick` skipped the step."""
+
+NEWEST = 50
+"""The default number of inspected steps."""
+
+
+def scan(
+    *roots: str,
+    optional_roots: Collection[str] = (),
+    last: int | None = NEWEST,
+    on_report: OnReport | None = None,
+    policy: PickPolicy = PickPolicy(),
+    requirements: Requirements = Requirements(),
+    storage: StorageOptions = StorageOptions(),
+    **keywords: Unpack[PickKeywords],
+) -> Scan:
+    """Inspect the steps under a root or several, newest first, and find what `pick` would choose.
+
+    `last` limits this to the newest steps, None to none; `before` continues where an
+    earlier scan ended. `level` None inspects the steps that decide the choice as `pick`
+    would, and the others at `listing`. `on_report` gets each report, newest first, as soon
+    as it is known. The other arguments are those of `pick`.
+
+    Raises `StorageError` if the root cannot be listed, `UsageError` for arguments and if
+    the root contains no known step but unnumbered checkpoints.
+
+    Cost: that of `pick`, which may go back further than `last`; for each other step that is
+    shown, one listing and one read of each metadata, or the cost of `level`. One listing
+    per folder that is not a step, at most `MAX_FOLDERS_TRIED`. On an object store that
+    shows all steps, one request per 1,000 objects replaces their listings.
+    """
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
+    named = roots_in(roots, optional_roots)
+    with ExitStack() as stack:
+        done = search(
+            stack,
+            named,
+            policy,
+            requirements,
+            storage,
+            lambda store, pattern: list_all(store, pattern, last),
+        )
+        steps = [c for c in done.candidates if c not in done.no_steps]
+        shown, older = steps[:last], steps[len(steps[:last]) :]
+        # The chosen one is shown wherever it is.
+        beyond = [candidate for candidate in older if candidate == done.chosen_candidate]
+        reports = _reports(done, [*shown, *beyond], on_report)
+        n_older = len(older) - len(beyond)
+        findings = [*done.findings]
+        for root in done.opened_roots if done.n_steps else ():
+            findings += check_unnumbered(root.store, root.listing)
+        answer = answer_of(done, requirements, "scan")
+        chosen, next_command = answer.chosen, answer.next_command
+        if chosen is not None:
+            deeper = chosen.level.deeper
+            verify = ("verify", chosen.url, "--level", deeper.value) if deeper else None
+            next_command = command_line(*verify) if verify else None
+        return Scan(
+            root=done.roots.first,
+            roots=done.roots.urls,
+            exists=any(root.listing.exists for root in done.opened_roots),
+            reports=reports,
+            chosen=chosen.url if chosen else None,
+            findings=tuple(findings),
+            n_steps=done.n_steps,
+            exit_code=answer.exit_code,
+            next_command=next_command,
+            message=answer.message,
+            refused=tuple(_reasons_of(done).items()),
+            n_older=n_older,
+            more_before=shown[-1].named.number if n_older and shown else None,
+            reason=answer.reason,
+        )
+
+
+def _reports(
+    done: RunSearch, shown: Iterable[Candidate], on_report: OnReport | None
+) -> tuple[Report, ...]:
+    reports = []
+    # Steps that no longer decide anything are inspected once, at the requested level.
+    done.inspect.level = done.policy.level or Level.LISTING
+    done.inspect.confirm = False
+    reasons = _reasons_of(done)
+    for candidate in shown:
+        report = done.inspect(candidate, Level.LISTING)
+        if candidate.named.bare and not report.parts:
+            continue
+        reports.append(report)
+        if on_report is not None:
+            on_report(report, report is done.chosen, reasons.get(report.url))
+    return tuple(_with_branches(done, reports))
+
+
+def _with_branches(done: RunSearch, reports: Sequence[Report]) -> Iterator[Report]:
+    """The reports, with a claim about the branch of each step. Cost: none; all are listed."""
+    left = (Verdict.REJECTED, Verdict.SUPERSEDED)
+    by_root: dict[int, list[SaveTimes]] = {}
+    own: dict[str, tuple[int, SaveTimes]] = {}
+    for candidate, inspected in done.inspect.inspected.items():
+        times = times_of(inspected.step)
+        if times is not None and inspected.report.verdict not in left:
+            by_root.setdefault(candidate.root_index, []).append(times)
+            own[inspected.report.url] = candidate.root_index, times
+    for report in reports:
+        if report is done.chosen or report.url not in own:
+            yield report
+            continue
+        place, times = own[report.url]
+        yield report.with_claim(write_order(times, by_root[place]).claim)
+
+
+def _reasons_of(search: Search) -> dict[str, str]:
+    """Why `pick` skipped steps, by their addresses."""
+    searches = (search, search.further) if search.further else (search,)
+    return {over.report.url: over.reason for one in searches for over in one.passed_over}

@@ -29,21 +29,21 @@ from ckptctl.options import (
     known_level,
     options_from,
 )
-from ckptctl.selection.choosing import Candidate, refusal
+from ckptctl.selection.choosing import CachingInspector, Candidate, refusal
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
 from ckptctl.selection.history import resumed_from
-from ckptctl.selection.removing import abandoned_uploads, remove_step, write_proof
-from ckptctl.selection.results import PruneDecision
 from ckptctl.selection.retention import (
     SEALED_UNVERIFIABLE,
     OnInspected,
-    Retained,
+    PruneDecision,
     RetentionPlan,
     Rules,
+    abandoned_uploads,
+    remove_step,
+    write_proof,
 )
 from ckptctl.selection.roots import list_all
-from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.targets import open_roots, roots_in
 from ckptctl.storage.contract import Store, Upload
 
@@ -152,17 +152,16 @@ def prune(
         try:
             plan.carry_out(partial(_remove, store, marks_before) if apply else None)
             not_aborted = _aborted(store, uploads) if apply else None
-            retained = plan.retained()
-            if retained.failures and not any(one.removed for one in retained.decisions):
-                raise retained.failures[0]
-            pruned = _pruned(root, keep, retained, again, apply)
+            if plan.failures and not any(one.removed for one in plan.decisions()):
+                raise plan.failures[0]
+            pruned = _pruned(root, keep, plan, again, apply)
             if uploads:
                 pruned = _with_uploads(pruned, len(uploads), not_aborted, again, apply)
             if on_ended is not None:
                 on_ended(pruned)
         except BaseException:
             if on_ended is not None:
-                on_ended(_interrupted(root, keep, plan.retained(), again))
+                on_ended(_interrupted(root, keep, plan, again))
             raise
     return pruned
 
@@ -183,9 +182,9 @@ def _with_uploads(
     )
 
 
-def _interrupted(root: str, keep: int, retained: Retained, again: str) -> Pruned:
+def _interrupted(root: str, keep: int, plan: RetentionPlan, again: str) -> Pruned:
     """The answer where the removal was interrupted: what is gone, and how to go on."""
-    pruned = _pruned(root, keep, retained, again, apply=True)
+    pruned = _pruned(root, keep, plan, again, apply=True)
     going = [one for one in pruned.decisions if one.removed]
     return replace(
         pruned,
@@ -259,8 +258,8 @@ def _resumed_from(store: Store, steps: Sequence[StepName]) -> Mapping[int, str]:
     return dict.fromkeys(found, why)
 
 
-def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -> Pruned:
-    decisions = tuple(retained.decisions)
+def _pruned(root: str, keep: int, plan: RetentionPlan, again: str, apply: bool) -> Pruned:
+    decisions, unknown = plan.decisions(), plan.unknown
     going = [one for one in decisions if one.removed]
     command: str | None = None
     if not decisions:
@@ -273,21 +272,21 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
     elif going:
         message = f"{_steps(going)} would be removed; nothing was removed yet"
         command = f"{again} --apply"
-        if retained.n_to_read:
-            message += f"; --apply first reads {retained.n_to_read:,} bytes to prove what is kept"
+        if plan.n_to_read:
+            message += f"; --apply first reads {plan.n_to_read:,} bytes to prove what is kept"
     else:
         message = f"nothing is removed: no step older than the {_newest(keep)} may be removed"
-    if retained.unknown:
-        numbers = some_of([report.number for report in retained.unknown])
-        steps, stay = ("step", "stays") if len(retained.unknown) == 1 else ("steps", "stay")
+    if unknown:
+        numbers = some_of([report.number for report in unknown])
+        steps, stay = ("step", "stays") if len(unknown) == 1 else ("steps", "stay")
         message += f"; {steps} {numbers} could not be inspected, and {stay}"
-        command = command_line("verify", retained.unknown[0].url)
-    if retained.failures:
-        message += f"; {counted(len(retained.failures), 'step')} could not be removed"
+        command = command_line("verify", unknown[0].url)
+    if plan.failures:
+        message += f"; {counted(len(plan.failures), 'step')} could not be removed"
         command = again
     exit_codes = [
-        *(error.exit_code for error in retained.failures),
-        *(report.exit_code for report in retained.unknown),
+        *(error.exit_code for error in plan.failures),
+        *(report.exit_code for report in unknown),
     ]
     return Pruned(
         root=root,
@@ -295,7 +294,7 @@ def _pruned(root: str, keep: int, retained: Retained, again: str, apply: bool) -
         applied=apply,
         decisions=decisions,
         n_bytes=sum(one.n_bytes for one in going),
-        n_bytes_to_prove=retained.n_to_read,
+        n_bytes_to_prove=plan.n_to_read,
         message=message,
         exit_code=max(exit_codes, default=0),
         next_command=command,

@@ -4,49 +4,248 @@ A step counts as kept only if `pick` would choose it, compared with the steps it
 compared with, and if its bytes are proven. Steps that are older than all counted ones are
 removed, oldest first, unless there is a reason to keep them; a step without which `pick`
 would refuse a counted one stays. `prune` and `Checkpointer(keep=)` both use this.
-`removing` removes a step, and defines what proves one.
+
+No reader uses a partly removed step: its metadata goes first, so from then on it is an
+interrupted save, is never chosen, and the next retention removes the rest. A format without
+DCP metadata gets a note instead, which goes last: without it, the rest could pass for a
+weights-only step. Then what ckptctl wrote about the step, then everything else.
+
+A killed save leaves multipart uploads. Listings do not show their parts, which are billed
+until the upload is aborted. An upload of an attempt that no longer holds the root is
+abandoned, because its writer may not publish any more. One under a name without an attempt
+is another tool's, and counts as abandoned after a day. Everything else may still be
+running, and stays.
+
+A step that stays is proven once, by every byte: by a seal, or by the note
+`.ckptctl/proof.json` that retention writes into it after comparing them. Both apply to the
+proven files, by names, sizes and write times, and to one metadata: a step that was written to
+since, or copied without its times, must be proven again. A proof describes the bytes at that
+time. Bytes that a disk has lost since, without a write, are detected only when read again
+(`--level content`).
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
+from ckptctl import __version__
 from ckptctl.claims import ClaimName
-from ckptctl.errors import CkptctlError, PathNotFound, StorageError
+from ckptctl.errors import (
+    AccessDenied,
+    CkptctlError,
+    OwnFileUnreadable,
+    PathNotFound,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
 from ckptctl.findings import Report, Verdict
+from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import (
+    METADATA,
+    OWN_FOLDER,
     REMOVING,
     StepName,
     counted_by,
+    is_flat_file,
     is_own,
+    is_saved,
+    is_scattered,
+    own_file_of_lone,
+    step_name,
 )
+from ckptctl.formats.own.documents import ProofDocument
+from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
+from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.one_save import times_of
 from ckptctl.inspection.open_step import Neighbours, OpenStep, RootSteps, list_step
+from ckptctl.inspection.seals import is_unwritten, written_ms
 from ckptctl.inspection.stages import SealBytes
-from ckptctl.model import FileInfo, Level
+from ckptctl.model import FileInfo, Level, StepUrl
 from ckptctl.options import PickPolicy, Requirements
+from ckptctl.selection.branches import Order, write_order, written_after_all
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
+    CachingInspector,
     Candidate,
     Search,
     by_number,
+    candidates_of,
     in_order,
     refusal,
     why_not,
 )
-from ckptctl.selection.removing import PROOF, has_seal, is_proven
-from ckptctl.selection.results import PruneDecision
+from ckptctl.selection.fencing import holder
 from ckptctl.selection.roots import moved_aside, neighbours_of, pointed_steps
-from ckptctl.selection.searching import CachingInspector, candidates_of
 from ckptctl.selection.targets import OpenRoot
-from ckptctl.selection.write_order import Order, write_order, written_after_all
-from ckptctl.storage.contract import Store, StoreKind
-from ckptctl.storage.in_flight import in_flight
+from ckptctl.storage.contract import NotSupported, Store, StoreKind, TooLarge, Upload
+from ckptctl.storage.in_flight import act_in_flight, in_flight
 from ckptctl.storage.opening import join_url
+
+
+def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = None) -> bool:
+    """Remove a step; False, removing nothing, if its files differ from those of `seen`.
+
+    No link is followed, neither in the step nor in the place of one of its folders. Raises
+    `AccessDenied` or `StorageUnavailable` if something cannot be removed; what is left then
+    is an interrupted save, or the complete step. Cost: one listing; on an object store a
+    request per object, several at once.
+    """
+    listed = list_step(store, name)
+    if seen is not None and tuple(seen) != listed:
+        return False
+    files = [file.path for file in listed]
+    markers = [path for path in files if path.rpartition("/")[2].endswith(METADATA)]
+    # A seal without its shards would make a partial removal look like damage.
+    own = [path for path in files if is_own(path) and path not in (*markers, REMOVING)]
+    rest = sorted(set(files).difference(markers, own, [REMOVING]))
+    try:
+        if is_scattered(name) or any(is_flat_file(file) and file.path == name for file in listed):
+            act_in_flight(store.remove, rest)
+            act_in_flight(store.remove, [own_file_of_lone(name, path) for path in own])
+            return True
+        noted = [] if markers else _note(store, name)
+        if store.folders is not None:
+            store.folders.remove_folder(name, first=(markers, own, rest if noted else ()))
+        else:
+            for paths in (markers, own, rest, noted):
+                act_in_flight(store.remove, [f"{name}/{path}" for path in paths])
+    except StorageError as error:
+        kind = AccessDenied if isinstance(error, AccessDenied) else StorageUnavailable
+        url = join_url(store.url, name)
+        why = error.message.removeprefix(f"{url}: ")
+        raise kind(f"{url} could not be removed completely: {why}") from error
+    return True
+
+
+def _note(store: Store, name: str) -> list[str]:
+    """Write a note into a step that it is being removed; its path, if there was space."""
+    with suppress(StorageUnavailable):
+        store.put(f"{name}/{REMOVING}", b"being removed\n", replace=True)
+        return [REMOVING]
+    return []
+
+
+MAX_AGE_S = 24 * 3600.0
+"""No single object takes a day to write."""
+
+
+def abandoned_uploads(
+    store: Store, pattern: re.Pattern[str] | None = None, *, number: int | None = None
+) -> Sequence[Upload]:
+    """The abandoned uploads into steps of a root; with `number`, into that step.
+
+    Empty if the client cannot list them or is not permitted to: a lifecycle rule of the
+    bucket has to abort them then. Cost: a listing of the fence, and one request per 1,000
+    uploads.
+    """
+    found: Sequence[Upload] = ()
+    with suppress(NotSupported, AccessDenied, PathNotFound):
+        found = store.list_uploads()
+    if not found:
+        return ()
+    held = holder(store)
+    token = held.number if held else 0
+    abandoned = []
+    for upload in found:
+        named = step_name(upload.path.partition("/")[0], pattern)
+        if named is None or (number is not None and named.number != number):
+            continue
+        old = upload.begun_s is not None and time.time() - upload.begun_s > MAX_AGE_S
+        if 0 < named.attempt < token or (not named.attempt and old):
+            abandoned.append(upload)
+    return abandoned
+
+
+PROOF = f"{OWN_FOLDER}/proof.json"
+"""The path of the note in its step."""
+
+SCHEMA = "ckptctl.proof/1"
+
+_MAX_BYTES = 64 << 10
+
+
+def has_seal(inspected: Inspection) -> bool:
+    """Whether a seal lists all files that the step needs, and applies to this save of it."""
+    notes = inspected.notes
+    is_partial = any(finding.code == "seal.partial" for finding in notes.findings)
+    return notes.seal is not None and not is_partial
+
+
+def is_proven(store: Store, inspected: Inspection) -> bool:
+    """Whether a seal or a note proves the bytes of the present files.
+
+    Storage errors are passed on. Cost: one short read if there is a note.
+    """
+    seal = inspected.notes.seal if has_seal(inspected) else None
+    return (seal is not None and is_unwritten(seal, inspected.step)) or _noted(store, inspected)
+
+
+def write_proof(store: Store, inspected: Inspection) -> None:
+    """Leave a note that all bytes of the step have been compared, if there is space for it.
+
+    A full storage is what steps are removed for. Cost: one write.
+    """
+    path = inspected.opened.in_store(PROOF)
+    with suppress(StorageFull):
+        store.put(path, as_stored(SCHEMA, _fields(inspected)), replace=True)
+
+
+def _noted(store: Store, inspected: Inspection) -> bool:
+    if not any(file.path == PROOF and file.kind == "file" for file in inspected.step.files):
+        return False
+    try:
+        data = store.read(inspected.opened.in_store(PROOF), limit=_MAX_BYTES)
+        noted = read_back(data, SCHEMA, ProofDocument, max_objects=8)
+    except (OwnFileUnreadable, PathNotFound, TooLarge):
+        return False
+    now = _fields(inspected)
+    was = (noted["number"], noted["metadata"], noted["files"])
+    return was == (now["number"], now["metadata"], now["files"])
+
+
+def files_digest(files: Iterable[FileInfo]) -> str:
+    """A SHA-256 over the files of a step by path, each with its size and write time."""
+    saved = {f.path: [f.size, written_ms(f)] for f in files if is_saved(f.path)}
+    return sha256_of(canonical(saved))
+
+
+def _fields(inspected: Inspection) -> ProofDocument:
+    report = inspected.report
+    return {
+        "tool": f"ckptctl {__version__}",
+        "at": time_now(),
+        "number": report.number,
+        "metadata": metadata_digest(report.digests),
+        "files": files_digest(inspected.step.files),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PruneDecision:
+    """The decision on one step: whether it is removed, and why."""
+
+    number: int
+    """The training step."""
+    url: StepUrl
+    verdict: Verdict
+    """The verdict of the step."""
+    n_bytes: int
+    """Its size in bytes."""
+    removed: bool
+    """It is removed."""
+    reason: str
+    """Why it is removed or kept, in one line."""
+    counts: bool = False
+    """It is one of the good steps that are kept."""
+
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
 
@@ -73,21 +272,6 @@ class Rules:
     seal_bytes: SealBytes | None = None
 
 
-@dataclass(slots=True)
-class Retained:
-    """The result of retention: the decision on every step, newest first.
-
-    `n_to_read` is the size in bytes of the steps that count only once they are proven.
-    `failures` are the errors that kept steps from being removed, `unknown` the reports of steps
-    that could not be inspected.
-    """
-
-    decisions: list[PruneDecision] = field(default_factory=list)
-    n_to_read: int = 0
-    failures: list[CkptctlError] = field(default_factory=list)
-    unknown: list[Report] = field(default_factory=list)
-
-
 Prove = Callable[[Inspection, CachingInspector, Candidate], str | None]
 """Prove the bytes of a step; returns why not, None if it is proven or assumed to be."""
 
@@ -97,6 +281,9 @@ Remove = Callable[[Inspection], bool]
 
 class RetentionPlan:
     """The decision on every step of a root; `carry_out` removes steps.
+
+    `n_to_read` is the size in bytes of the steps that count only once they are proven, `failures`
+    are the errors that kept steps from being removed.
 
     `others` are other roots of the run: steps that `pick` over all of them would refuse do
     not count, and nothing is removed there. `memory` holds the inspections of complete
@@ -141,7 +328,8 @@ class RetentionPlan:
             )
             for named in moved_aside(root.store)
         ]
-        self._result = Retained()
+        self.n_to_read = 0
+        self.failures: list[CkptctlError] = []
         self._pointed = pointed_steps(root.store, root.listing)
         self._counted: list[_Counted] = []
         self._being_removed: str | None = None
@@ -158,24 +346,20 @@ class RetentionPlan:
         if len(self._counted) == self._rules.keep:
             self._remove_older(remove)
 
-    def retained(self) -> Retained:
+    @property
+    def unknown(self) -> list[Report]:
+        """The reports of steps that could not be inspected."""
+        reports = [self._inspections[candidate.named.name].report for candidate in self._order]
+        return [one for one in reports if one.verdict is Verdict.UNKNOWN and not one.only_archived]
+
+    def decisions(self) -> tuple[PruneDecision, ...]:
         """The decisions, newest first; replaced steps come last.
 
         Also valid after an exception such as `KeyboardInterrupt` ended `carry_out`.
         """
         old = [(named, inspected) for named, inspected in self._set_aside if self._is_older(named)]
-        self._result.decisions = [
-            *(
-                self._decided(self._inspections[candidate.named.name], candidate.named)
-                for candidate in self._order
-            ),
-            *(self._decided(inspected, named) for named, inspected in old),
-        ]
-        reports = [self._inspections[candidate.named.name].report for candidate in self._order]
-        self._result.unknown = [
-            one for one in reports if one.verdict is Verdict.UNKNOWN and not one.only_archived
-        ]
-        return self._result
+        steps = [(one.named, self._inspections[one.named.name]) for one in self._order]
+        return tuple(self._decided(inspected, named) for named, inspected in (*steps, *old))
 
     def _decided(self, inspected: Inspection, named: StepName) -> PruneDecision:
         name = inspected.step.name
@@ -237,7 +421,7 @@ class RetentionPlan:
 
     def _inspect(self, candidate: Candidate) -> Inspection:
         named = candidate.named
-        files = self._root.trees.get(named.name)
+        files = self._root.listing.trees.get(named.name)
         known = self._memory.get(named.name)
         if known is not None:
             try:
@@ -246,7 +430,7 @@ class RetentionPlan:
                 files = None  # the inspection reports what it is
             if files is not None and tuple(files) == known.step.files:
                 return known
-        steps = RootSteps(self._root.trees)
+        steps = RootSteps(self._root.listing.trees)
         beside = neighbours_of(lambda: self._root.listing.steps, named.number, steps)
         return self._at_listing(OpenStep(self._store, named, files), beside)
 
@@ -351,7 +535,7 @@ class RetentionPlan:
         self._decisions[name] = replace(
             self._decision(name, f"kept: complete {how}{_unproven(report)}"), counts=True
         )
-        self._result.n_to_read += n_to_read
+        self.n_to_read += n_to_read
         self._counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
         return None
 
@@ -395,7 +579,7 @@ class RetentionPlan:
         except PathNotFound:
             return None  # another process has removed it
         except CkptctlError as error:
-            self._result.failures.append(error)
+            self.failures.append(error)
             return error.message
 
     def _changed(self) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 
 from ckptctl.errors import OptionError, PathNotFound, StorageError, StorageUnavailable
 from ckptctl.findings import Finding
@@ -21,14 +22,19 @@ from ckptctl.formats.frameworks.layouts import (
     MAX_POINTER_BYTES,
     MAX_STEP,
     OWN_FOLDER,
+    STEP_SUFFIXES,
     StepName,
     by_epochs,
+    counted_name,
     has_too_large_a_number,
     is_flat_file,
     is_of_a_step,
     is_pointer,
     is_saved_weights,
+    is_scattered,
+    may_be_shards,
     pointed_step,
+    run_of,
     scattered_steps,
     step_name,
     unfinished_beside,
@@ -38,9 +44,94 @@ from ckptctl.inspection.open_step import Neighbours, OpenStep, RootSteps, list_s
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
 from ckptctl.inspection.stages import count_of
 from ckptctl.model import FileInfo, Level
-from ckptctl.selection.doubtful_names import Doubt, are_saves, doubt_about, doubt_without_steps
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.opening import base_name, join_url
+
+MAX_FILES_COUNTED = 8
+"""Of so many numbered files the counts are read."""
+
+Files = Mapping[StepName, Sequence[FileInfo]]
+"""The files of each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Files that are no steps unless they count the numbers in their names.
+
+    `why` is the reason, empty where their names give no reason to take them for steps.
+    `pattern` is the `--pattern` that selects the steps of one run, empty where none does.
+    """
+
+    files: Files
+    why: str = ""
+    pattern: str = ""
+
+
+def doubt_about(steps: Files) -> Doubt | None:
+    """What makes it doubtful that `steps` are those of one run; None if nothing does."""
+    if not steps:
+        return None
+    newest = max(steps, key=lambda step: step.number)
+    pattern = "" if is_scattered(newest.name) else pattern_of(newest)
+    select = "select one by --pattern" if pattern else "give each a folder of its own"
+    runs = {
+        run_of(step): files[0].path
+        for step, files in steps.items()
+        if step.lone or step.run or is_scattered(step.name)
+    }
+    if len(runs) > 1:
+        first, second, *_ = runs.values()
+        why = f"{first} and {second} are of different runs, or count different things; {select}"
+        return Doubt({}, why, pattern)
+    paths = [file.path for files in steps.values() for file in files]
+    numbers = {step.number for step in steps}
+    if all(path.endswith(STEP_SUFFIXES) for path in paths) and may_be_shards(paths, numbers):
+        why = "nothing in them shows whether they are saves or the shards of one"
+        return Doubt(steps, f"{why}; if they are saves, use --pattern", pattern)
+    return None
+
+
+def doubt_without_steps(files: Iterable[FileInfo]) -> Doubt | None:
+    """The files that are steps if they count the number in their names, and nothing else does."""
+    named = {step: (file,) for file in files if (step := counted_name(file.path)) is not None}
+    return Doubt(named) if len({run_of(step) for step in named}) == 1 else None
+
+
+def pattern_of(step: StepName) -> str:
+    """The `--pattern` that selects a step, and those whose names differ behind its number."""
+    at = [one for one in re.finditer("[0-9]+", step.name) if int(one[0]) == step.number][-1]
+    return f"{re.escape(step.name[: at.start()])}(?P<step>[0-9]+).*"
+
+
+def are_saves(store: Store, doubt: Doubt) -> bool:
+    """Whether the files count, in the same places, different steps or epochs: they are saves.
+
+    The shards of one save agree. One readable file must count the number in its name, or the
+    next, and so must files whose names do not call it one. Cost: as `counts_inside`, for the
+    files of the newest `MAX_FILES_COUNTED` steps.
+    """
+    newest = sorted(doubt.files, key=lambda step: step.number)[-MAX_FILES_COUNTED:]
+    counts = {step: _counts_of(store, doubt.files[step]) for step in newest}
+    counts = {step: found for step, found in counts.items() if found}
+    names_them = any(
+        {step.number, step.number + 1}.intersection(found.values())
+        for step, found in counts.items()
+    )
+    differ = any(
+        one[place] != other[place]
+        for one, other in pairwise(counts.values())
+        for place in one.keys() & other.keys()
+    )
+    return (differ or len(counts) == 1) and (names_them or bool(differ and doubt.why))
+
+
+def _counts_of(store: Store, files: Iterable[FileInfo]) -> Mapping[str, int | float]:
+    """What the files of one step count, by place: a key in a file, without the numbers there."""
+    return {
+        f"{re.sub('[0-9]+', '', file.path)} {key}": number
+        for file in files
+        for key, number in counts_inside(store, file.path, file.size).items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +145,8 @@ class RootListing:
     a step number. `exists` is false if the root does not exist, which on an object store is a
     prefix without objects. `known` is true if ckptctl has written there before, and `is_step` if
     the folder is a step itself. `doubt` is about files among the unnumbered that may be steps.
-    `pattern` is how the caller names steps. `folder_times` are when the folders changed, where
+    `trees` are the files of each step, where the listing shows them too. `pattern` is how the
+    caller names steps. `folder_times` are when the folders changed, where
     the storage shows it. `reported` are the steps that a snapshot of Ray Train names, whether
     they are there or not.
     """
@@ -68,6 +160,7 @@ class RootListing:
     known: bool = False
     is_step: bool = False
     doubt: Doubt | None = None
+    trees: Mapping[str, Sequence[FileInfo]] = field(default_factory=dict)
     pattern: re.Pattern[str] | None = None
     folder_times: Mapping[str, float] = field(default_factory=dict)
     reported: tuple[StepName, ...] = ()
@@ -88,8 +181,9 @@ def list_root(store: Store, pattern: re.Pattern[str] | None = None) -> RootListi
     listing = _with_ray(store, _without_doubt(store, read_listing(entries, pattern)), entries)
     is_decided = listing.doubt is None or not listing.doubt.why
     if pattern is None and is_decided and all(step.bare for step in listing.steps):
-        scattered = list_scattered(store, entries)
-        listing = _with_scattered(listing, scattered)
+        scattered = tuple(list_scattered(store, entries))
+        if scattered:  # what they lie in is neither a step nor a folder of something else
+            listing = replace(listing, steps=_newest_first(scattered), folders=())
     if entries or store.kind is not StoreKind.OBJECT:
         return listing
     again = store.list_dir("")
@@ -115,19 +209,19 @@ def _with_aliases(store: Store, entries: Sequence[FileInfo]) -> Sequence[FileInf
 
 def list_all(
     store: Store, pattern: re.Pattern[str] | None = None, last: int | None = None
-) -> tuple[RootListing, Mapping[str, Sequence[FileInfo]]]:
-    """The root's listing and, if they come with it, the files of each step.
+) -> RootListing:
+    """The root's listing, with the files of each step if they come with it.
 
     On an object store all objects are listed at once if the files of all steps are needed:
     without `last`, or if there are no more steps than that. Cost there: one request per
     1,000 objects; elsewhere one listing of one level.
     """
     if store.kind is not StoreKind.OBJECT:
-        return list_root(store, pattern), {}
+        return list_root(store, pattern)
     if last is not None:
         listing = list_root(store, pattern)
         if len(listing.steps) > last:
-            return listing, {}
+            return listing
     trees: dict[str, list[FileInfo]] = {}
     top: list[FileInfo] = []
     for file in store.list_tree(""):
@@ -146,7 +240,7 @@ def list_all(
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
     listing = _without_doubt(store, read_listing([*top, *folders], pattern))
     listing = _with_ray(store, listing, top, trees)
-    return replace(listing, exists=bool(trees)), trees
+    return replace(listing, exists=bool(trees), trees=trees)
 
 
 def _without_doubt(store: Store, listing: RootListing) -> RootListing:
@@ -212,17 +306,6 @@ MAX_COUNTED = 64
 """Of so many folders that are named by a time the counts are read, the latest ones."""
 
 
-def _with_scattered(listing: RootListing, steps: Iterable[StepName]) -> RootListing:
-    """The listing with steps that have no folder of their own.
-
-    What they lie in is then neither a step with a bare number nor a folder of something else.
-    """
-    found = tuple(steps)
-    if not found:
-        return listing
-    return replace(listing, steps=_newest_first(found), folders=())
-
-
 def read_listing(
     entries: Iterable[FileInfo], pattern: re.Pattern[str] | None = None
 ) -> RootListing:
@@ -259,7 +342,13 @@ def read_listing(
             steps.append(named)
         elif pattern is None and (
             has_too_large_a_number(entry.path)
-            or (named is not None and _lacks_suffix(entry, named))
+            # As `torch.save(..., "checkpoint_100")` makes one.
+            or (
+                named is not None
+                and not named.bare
+                and entry.kind == "file"
+                and "." not in entry.path
+            )
         ):
             unnumbered.append(entry.path)
         elif entry.kind == "dir" and not entry.path.startswith("."):
@@ -301,12 +390,6 @@ def read_listing(
     )
 
 
-def _lacks_suffix(file: FileInfo, named: StepName | None) -> bool:
-    """Whether a file is named as a step, as `torch.save(..., "checkpoint_100")` makes one."""
-    is_named = named is not None and not named.bare
-    return is_named and file.kind == "file" and "." not in file.path
-
-
 def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
     usual = Counter(step.layout for step in steps)
     return tuple(
@@ -320,11 +403,6 @@ def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
     )
 
 
-def older_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
-    """Those of `steps`, newest first, that are older than step `number` and were finished."""
-    return tuple(step for step in steps if step.number < number and not step.unfinished)
-
-
 def neighbours_of(
     list_steps: Callable[[], Sequence[StepName]],
     number: int,
@@ -335,17 +413,12 @@ def neighbours_of(
     `of_root` are the steps that inspections of several steps share. Cost: one call of `list_steps`,
     at the first use.
     """
-    steps = cache(list_steps)
+    finished = cache(lambda: [step for step in list_steps() if not step.unfinished])
     return Neighbours(
-        cache(lambda: older_steps(steps(), number)),
-        cache(lambda: _newer_steps(steps(), number)),
+        cache(lambda: tuple(one for one in finished() if one.number < number)),
+        cache(lambda: tuple(one for one in reversed(finished()) if one.number > number)),
         RootSteps() if of_root is None else of_root,
     )
-
-
-def _newer_steps(steps: Sequence[StepName], number: int) -> tuple[StepName, ...]:
-    """Those of `steps` that are newer than step `number` and were finished, nearest first."""
-    return tuple(step for step in reversed(steps) if step.number > number and not step.unfinished)
 
 
 def check_listed_again(store: Store, listing: RootListing) -> None:

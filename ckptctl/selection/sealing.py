@@ -9,14 +9,14 @@ proves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
 from ckptctl.claims import ClaimName
 from ckptctl.errors import AccessDenied, AlreadyExists, OptionError, PathNotFound, UsageError
 from ckptctl.findings import Finding, Report, Severity, Verdict
-from ckptctl.formats.digests import Algorithm, Digests, can_compute, checksumming
+from ckptctl.formats.digests import Algorithm, can_compute, checksumming
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.files import MAX_STRING, time_now
 from ckptctl.formats.own.seals import (
@@ -43,18 +43,54 @@ from ckptctl.inspection.seals import (
     written_ms,
 )
 from ckptctl.inspection.stages import contradicted
-from ckptctl.model import FileInfo, Level, WorldSize
+from ckptctl.model import (
+    ExitCode,
+    FileInfo,
+    Level,
+    Message,
+    NextCommand,
+    StepNumber,
+    StepUrl,
+)
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import DigestRun, Limits, OnProgress, Stretch, read_runs
 from ckptctl.selection.history import run_for_seal
 from ckptctl.selection.marking import user_name
-from ckptctl.selection.results import Sealed
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import join_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The result of `seal`: a seal was written, or the step cannot be sealed."""
+
+    url: StepUrl
+    number: StepNumber
+    path: str | None
+    """The address of the seal; null where the step was refused."""
+    replaced: bool
+    """The seal replaced another one."""
+    kind: str
+    """`xxh3-128`, or `sha256 with a key`; empty where the step was refused."""
+    n_files: int
+    """Files that were digested."""
+    n_bytes: int
+    """Bytes that were digested."""
+    report: Report
+    """The report of the step before it was sealed."""
+    message: Message
+    exit_code: ExitCode
+    next_command: NextCommand
+    n_stored: int = 0
+    """Files for which the seal also has the store's own checksum."""
+    run: str = ""
+    """The id of the run that the seal is of; empty where the step was refused."""
+    sequence: int = 0
+    """The place of the seal in the order of the root's seals; 0 where the step was refused."""
 
 
 LEVEL = Level.CONTENT
@@ -124,7 +160,9 @@ def seal_found(
     `root` is where the step will be, if it is not published yet. With `state_check` the report
     says whether the state of the optimizer is real.
     """
-    had_one = _check_place(found, replace=replace or adopt is not None)
+    had_one = found.has_seal
+    if had_one and not replace and adopt is None:
+        raise _sealed_already(found)
     first, second = _halves(limits)
     inspected = found.inspect(requirements, LEVEL, Asked(first, state_check=state_check))
     # What is not published yet was written by ckptctl, however long that took.
@@ -205,13 +243,6 @@ def bound(opened: OpenStep, made: Seal, key: bytes | None, root: Store | None = 
     return replace(made, run=run, sequence=sequence, earlier=tuple(earlier))
 
 
-def _check_place(found: OpenTarget, *, replace: bool) -> bool:
-    """Whether there is a seal that may be replaced; raises where one cannot be written."""
-    if found.has_seal and not replace:
-        raise _sealed_already(found)
-    return found.has_seal
-
-
 def _sealed_already(found: OpenTarget) -> UsageError:
     return UsageError(
         f"{found.url} is already sealed; --replace makes a new seal of its current content",
@@ -259,20 +290,17 @@ def digested(
     for file, run, answer, checksum in zip(files, runs, kept, best, strict=True):
         computed = run.beside.hexdigest() if run.beside else None
         of_store, wrong = as_kept(file.path, answer, checksum, computed)
-        sealed.append(SealedFile(file.path, file.size, written_ms(file), _read(run), of_store))
+        digests = run.digests
+        assert digests is not None  # noqa: S101 - a pass that nobody stops reads all of it
+        sealed.append(SealedFile(file.path, file.size, written_ms(file), digests, of_store))
         found += wrong
     return tuple(sealed), tuple(found)
 
 
-def _read(run: DigestRun) -> Digests:
-    digests = run.digests
-    assert digests is not None  # noqa: S101 - a pass that nobody stops reads all of it
-    return digests
-
-
 def identity_of(inspected: Inspection, saved_world_size: int | None) -> Identity:
     """The identity of an inspected step, as its seal records it."""
-    report = inspected.report
+    report, stated = inspected.report, inspected.report.world_size
+    is_certain = stated is not None and not stated.at_least
     save_ids = {one.save_id for part in inspected.parts for one in part.metadata if one.save_id}
     return Identity(
         number=report.number,
@@ -281,14 +309,10 @@ def identity_of(inspected: Inspection, saved_world_size: int | None) -> Identity
         level=report.level.value,
         metadata=dict(sorted(report.digests)),
         save_ids=tuple(sorted(save_ids)),
-        world_size=saved_world_size or _certain(report.world_size),
+        world_size=saved_world_size or (stated.size if stated and is_certain else None),
         state=report.state.held,
         tokens=report.state.tokens.value,
     )
-
-
-def _certain(world_size: WorldSize | None) -> int | None:
-    return None if world_size is None or world_size.at_least else world_size.size
 
 
 def _write(found: OpenTarget, data: bytes, *, replace: bool) -> None:

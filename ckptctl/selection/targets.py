@@ -1,9 +1,9 @@
-"""Resolve the arguments that name roots and steps.
+"""Resolve the arguments that name roots and steps, and open roots.
 
 Roots: one, or several, such as local NVMe and shared storage, in order of preference. A
 mandatory root that does not answer is an error, since a newer step may be in it. An optional
 one, such as the local disk of a node that was replaced, may be absent; that is reported, and
-the others decide.
+the others decide. `SeenRoots` checks that a root is still the one that was read before.
 
 A step: `PATH`, `ROOT@1200`, `ROOT@latest` (newest by number) or `ROOT@auto` (what `pick`
 chooses). Only the text after the last `@` is parsed, and only if it has one of these forms
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
@@ -31,16 +31,15 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formats.frameworks.parts import is_archive, parts_of
 from ckptctl.formats.frameworks.ray_train import is_named_by_time
-from ckptctl.formatting import command_line, path_word
+from ckptctl.formatting import command_line, counted, path_word
 from ckptctl.model import SHARDED, FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.selection.branches import RecordedResume, read_resumes
+from ckptctl.selection.history import has_sentinel
 from ckptctl.selection.roots import RootListing, check_listed_again, list_root, read_listing
 from ckptctl.storage.contract import Store, read_range
+from ckptctl.storage.files import is_same_folder
 from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
-
-Trees = Mapping[str, Sequence[FileInfo]]
-"""The files of each step, where the listing of the root shows them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,6 @@ class OpenRoot:
     store: Store
     listing: RootListing
     optional: bool = False
-    trees: Trees = field(default_factory=dict)
     error: StorageError | None = None
     resumes: tuple[RecordedResume, ...] = ()
 
@@ -111,7 +109,7 @@ class OpenRoot:
 def open_roots(
     stack: ExitStack,
     roots: Roots,
-    list_all: Callable[[Store], tuple[RootListing, Trees]],
+    list_all: Callable[[Store], RootListing],
     storage: StorageOptions,
 ) -> tuple[OpenRoot, ...]:
     """Open every root until `stack` ends, and list it.
@@ -125,7 +123,7 @@ def open_roots(
         store = stack.enter_context(open_store(url, storage))
         optional = url in roots.optional
         try:
-            listing, trees = list_all(store)
+            listing = list_all(store)
             several = len(roots.urls) > 1 and listing.known
             resumes = read_resumes(store) if several else ()
         except StorageError as error:
@@ -139,7 +137,7 @@ def open_roots(
                 OpenRoot(store, listing, optional=True, error=None if absent else error)
             )
         else:
-            opened_roots.append(OpenRoot(store, listing, optional, trees, resumes=resumes))
+            opened_roots.append(OpenRoot(store, listing, optional, resumes=resumes))
     _check_mandatory(opened_roots, roots)
     return tuple(opened_roots)
 
@@ -201,8 +199,9 @@ def parse_target(target: str) -> Target:
     """
     if not target.strip():
         raise UsageError("the step is empty; name it as PATH, ROOT@1200, ROOT@latest or ROOT@auto")
-    match = _SELECTED.fullmatch(target)
-    if match and not _is_there(target):
+    match, local = _SELECTED.fullmatch(target), local_path(target)
+    # A local folder with such a name takes precedence.
+    if match and not (local is not None and os.path.lexists(local)):
         which = match["which"]
         return Target(match["root"], int(which) if which.isdigit() else which, None)
     path = _plain(target)
@@ -210,12 +209,6 @@ def parse_target(target: str) -> Target:
     if not name:
         raise UsageError(f"{target} is not a step; name it as PATH, ROOT@1200, ROOT@latest")
     return Target(parent_url(path), None, name)
-
-
-def _is_there(target: str) -> bool:
-    # A local folder with such a name takes precedence.
-    path = local_path(target)
-    return path is not None and os.path.lexists(path)
 
 
 def check_root_there(store: Store, listing: RootListing) -> None:
@@ -351,4 +344,58 @@ def _lone_file(store: Store, file: FileInfo) -> UsageError:
     return UsageError(
         f"{what}, and not a known checkpoint format",
         next_command="ckptctl explain format.unsupported",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The state of a root: its folder, where it has one; its sentinel; its steps."""
+
+    folder: tuple[int, int] | None
+    sentinel: bool
+    steps: int
+
+
+class SeenRoots:
+    """The roots of a process as it saw them first, by address."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def check(self, store: Store, listing: RootListing, *, steps_stay: bool = True) -> None:
+        """Raise `StorageUnavailable` if a root is gone, or another one, since the last check.
+
+        It is gone if its folder does not exist or is another folder, if it had a sentinel and
+        has none, or with `steps_stay` if it had steps and has none. Cost: one listing of a
+        small folder.
+        """
+        before = self._seen.get(store.url)
+        if not listing.exists:
+            if before is not None:
+                raise _vanished(store, "it does not exist any more")
+            return
+        folder = None
+        if store.folders is not None:
+            try:
+                folder = store.folders.root_id()
+            except PathNotFound as error:
+                raise _vanished(store, "it does not exist any more") from error
+        now = _Seen(folder, has_sentinel(store), len(listing.steps))
+        if before is not None:
+            known, found = before.folder, now.folder
+            if known and found and not is_same_folder(known, found, store.url):
+                raise _vanished(store, "another folder is in its place")
+            if before.sentinel and not now.sentinel:
+                raise _vanished(store, "its record .ckptctl/root.json is gone")
+            if steps_stay and before.steps and not now.steps:
+                held = counted(before.steps, "step")
+                raise _vanished(store, f"it held {held}, and now none")
+        self._seen[store.url] = now
+
+
+def _vanished(store: Store, what: str) -> StorageUnavailable:
+    return StorageUnavailable(
+        f"{store.url} changed since it was read before: {what}. Its storage was unmounted, or the "
+        "root was moved, replaced or emptied; this is no new run, and what it holds is unknown",
+        next_command="findmnt --real" if store.folders is not None else None,
     )

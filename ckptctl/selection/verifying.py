@@ -7,23 +7,37 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, PathNotFound, StepDamaged, StorageError
-from ckptctl.findings import Report
+from ckptctl.findings import Finding, Report
 from ckptctl.formats.frameworks.file_names import rank_in_name
-from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank
+from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank, train_step_of
 from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.marks import check_marks_file
 from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
 from ckptctl.inspection.stages import SealBytes
-from ckptctl.model import DTYPE_SIZES, SHARDED, FileInfo, Level, Metadata, PartFormat, TensorEntry
+from ckptctl.model import (
+    DTYPE_SIZES,
+    SHARDED,
+    ExitCode,
+    FileInfo,
+    Level,
+    Metadata,
+    NextCommand,
+    PartFormat,
+    StepNumber,
+    StepUrl,
+    TensorEntry,
+    TrainState,
+    WorldSize,
+)
 from ckptctl.options import (
     ContentOptions,
     PickPolicy,
@@ -34,11 +48,10 @@ from ckptctl.options import (
     known_level,
     options_from,
 )
-from ckptctl.selection.choosing import Candidate, in_order
+from ckptctl.selection.branches import branch_of
+from ckptctl.selection.choosing import CachingInspector, Candidate, candidates_of, in_order
 from ckptctl.selection.picking import pick
-from ckptctl.selection.results import Contents, ShardRow, TensorRow
 from ckptctl.selection.roots import RootListing, list_root, neighbours_of
-from ckptctl.selection.searching import CachingInspector, branch_of, candidates_of
 from ckptctl.selection.targets import (
     OpenRoot,
     check_is_step,
@@ -54,6 +67,85 @@ if TYPE_CHECKING:
 
     from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import OnProgress, Stop
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor as `show` lists it; `n_bytes` counts its elements, not its records."""
+
+    fqn: str
+    """Its FQN."""
+    dtype: str
+    """The dtype by torch's name, without `torch.`."""
+    shape: tuple[int, ...]
+    """Elements along each dimension; empty for a scalar."""
+    n_chunks: int
+    """Chunks in which it is saved."""
+    n_bytes: int
+    """Bytes of its elements."""
+    kind: str
+    """The kind of train state that it belongs to."""
+    file: str | None = None
+    """The file that holds it, relative to the step; null where chunks of it lie in shard files."""
+    whole_shape: tuple[int, ...] | None = None
+    """Of a DTensor in a rank file, the shape of the whole; `shape` is then that of the part."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """One shard file: the rank that wrote it, its size, how many records it contains."""
+
+    path: str
+    """Path relative to the step."""
+    rank: int | None
+    """The rank that wrote it, where its name states it."""
+    n_bytes: int
+    """Size in bytes."""
+    n_records: int
+    """Records in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The content of a step: the result of `show`."""
+
+    url: StepUrl
+    number: StepNumber
+    layout: str
+    """The framework whose layout the step has."""
+    exit_code: ExitCode
+    tensors: tuple[TensorRow, ...]
+    """Every tensor; in rank files and safetensors those of each file."""
+    bytes_entries: tuple[str, ...]
+    """The FQNs of entries that are not tensors."""
+    shards: tuple[ShardRow, ...]
+    """Every shard file."""
+    state: TrainState
+    """What a resume would restore."""
+    world_size: WorldSize | None
+    """How many ranks wrote the step; null where that is unknown."""
+    n_params: int | None
+    """Elements of the model's tensors; null where the files do not state which are copies."""
+    n_bytes: int
+    """Size of all files in bytes."""
+    bytes_by_kind: tuple[tuple[str, int], ...]
+    """Bytes of tensor elements by kind of train state."""
+    checkpoint_id: str | None
+    """The writer's name for the folder."""
+    save_id: str | None
+    """The writer's id of the save."""
+    torch_version: str
+    """The range of torch versions that write such metadata."""
+    findings: tuple[Finding, ...]
+    """The findings, worst first."""
+    next_command: NextCommand
+    unlisted: tuple[str, ...] = ()
+    """Files whose tensors are not listed: damaged ones, and those after 200,000 tensors."""
+
+    @property
+    def train_step(self) -> int | None:
+        """The training step of the train state; see `train_step_of`."""
+        return train_step_of(self.layout, self.number, self.state.step.value)
 
 
 def verify(

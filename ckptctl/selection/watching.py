@@ -3,6 +3,11 @@
 The watch holds no token and writes nothing into a step but its seal. A step is read once it
 has not changed between two listings, `grace_s` apart. What was seen of each step is kept in
 `.ckptctl/watch.json` of the root, so that a later watch reads nothing again.
+
+It also notices that a run saves no newer step that is proven, whatever its trainer reports: saves
+that fail without a message, a pointer that stays and a full disk have this in common. How often
+the run saves is learned from the write times of its steps; a copied root has those of the copy, so
+`run` learns from the steps that it sees appear.
 """
 
 from __future__ import annotations
@@ -10,9 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl import __version__
 from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, StorageError
@@ -20,25 +27,16 @@ from ckptctl.findings import EXIT_FRESH, EXIT_STATE_MISSING, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
 from ckptctl.formats.own.documents import WatchDocument, WatchedStep
 from ckptctl.formats.own.files import as_stored, read_back
-from ckptctl.formatting import command_line, rfc3339, seconds_of
+from ckptctl.formatting import command_line, duration, rfc3339, seconds_of
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import ExitCode, Level, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
-from ckptctl.selection.choosing import Candidate, refusal, why_not
-from ckptctl.selection.overdue import (
-    ALARM_AFTER,
-    Overdue,
-    overdue,
-    pauses_s,
-    save_interval_s,
-    written_s,
-)
-from ckptctl.selection.removing import files_digest
-from ckptctl.selection.roots import list_all
-from ckptctl.selection.same_root import SeenRoots
+from ckptctl.selection.choosing import CachingInspector, Candidate, candidates_of, refusal, why_not
+from ckptctl.selection.retention import files_digest
+from ckptctl.selection.roots import RootListing, list_all
 from ckptctl.selection.sealing import seal_found
-from ckptctl.selection.searching import CachingInspector, candidates_of
-from ckptctl.selection.targets import OpenRoot, check_is_folder, open_roots, roots_in
+from ckptctl.selection.targets import OpenRoot, SeenRoots, check_is_folder, open_roots, roots_in
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, TooLarge, storage_time_s
 
@@ -46,6 +44,73 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptctl.options import StepKeywords
+
+
+ALARM_AFTER = 3.0
+"""After how many save intervals without a newer proven step the alarm is raised by default.
+
+A save that is late by one interval is a slow storage or an evaluation."""
+LEAST_S = 60.0
+"""No alarm is raised earlier: a job that saves each second is not watched for each save."""
+_N_NEWEST, _LEAST_PAUSES = 9, 3
+
+
+class Overdue(NamedTuple):
+    """`step` is the newest proven one; it was waited `waited_s` for a newer one."""
+
+    step: int
+    waited_s: float
+    interval_s: float
+
+    @property
+    def message(self) -> str:
+        """What did not happen, in one line."""
+        return (
+            f"no proven step newer than {self.step} for {duration(self.waited_s)}, and a step was "
+            f"saved every {duration(self.interval_s)} before"
+        )
+
+
+def written_s(store: Store, listing: RootListing) -> dict[int, float]:
+    """When each of the newest steps was written last, in seconds since 1970, by its number.
+
+    Files of ckptctl are left out: a seal is written later. Without steps whose storage keeps no
+    times. Cost: a listing of each step whose files the listing does not show.
+    """
+    times: dict[int, float] = {}
+    for named in listing.steps[:_N_NEWEST]:
+        with suppress(PathNotFound):  # removed since the root was listed
+            files = OpenStep(store, named, listing.trees.get(named.name)).files
+            own = [
+                file.mtime_s
+                for file in files
+                if file.mtime_s is not None and OWN_FOLDER not in file.path.split("/")
+            ]
+            if own:
+                times[named.number] = max(own)
+    return times
+
+
+def pauses_s(written: Mapping[int, float]) -> list[float]:
+    """The times between the writes of steps, given by number."""
+    in_order = [written[number] for number in sorted(written)]
+    return [later - earlier for earlier, later in pairwise(in_order) if later > earlier]
+
+
+def save_interval_s(pauses: Sequence[float]) -> float | None:
+    """The usual time between two saves of a run; None where too few show it."""
+    return median(pauses) if len(pauses) >= _LEAST_PAUSES else None
+
+
+def overdue(
+    step: int | None, waited_s: float, interval_s: float | None, after: float, least_s: float
+) -> Overdue | None:
+    """The alarm, where no newer step came for `after` intervals and for `least_s`; else None."""
+    if step is None or interval_s is None or after <= 0:
+        return None
+    limit_s = max(after * interval_s, least_s, LEAST_S)
+    return Overdue(step, waited_s, interval_s) if waited_s > limit_s else None
+
 
 STATE = f"{OWN_FOLDER}/watch.json"
 _CLOCK = f"{OWN_FOLDER}/watch-clock"
@@ -154,7 +219,8 @@ def watch(
             if once:
                 raise
             if answers:
-                yield _no_answer(root, error)
+                message = f"{error.message}; its steps are unknown"
+                yield _of_root(Event.NO_ANSWER, root, message, error.exit_code, error.next_command)
             answers = False
         if once:
             return
@@ -199,7 +265,8 @@ class _Watcher:
             if not self.exists:
                 check_is_folder(root.store)
                 if existed:
-                    yield _no_root(self._root)
+                    message = "it does not exist: the job has not saved yet, or the path is wrong"
+                    yield _of_root(Event.NO_ROOT, self._root, message, EXIT_FRESH)
                 return
             before, self._listed_s = _read_state(root.store), None
             seen: dict[str, WatchedStep] = {}
@@ -244,7 +311,7 @@ class _Watcher:
         newest = max(proven, default=None)
         if newest is None or newest == self._alarmed:
             return
-        written = written_s(root.store, root.listing, root.trees)
+        written = written_s(root.store, root.listing)
         if newest not in written:
             return  # so many newer steps are not proven: each of them was reported
         interval_s, least_s = save_interval_s(pauses_s(written)), self._requirements.grace_s
@@ -261,7 +328,9 @@ class _Watcher:
         self, root: OpenRoot, candidate: Candidate, before: WatchedStep | None
     ) -> WatchedStep:
         """A step as it is now: since when it has these files, and what became of it."""
-        opened = OpenTarget(root.store, candidate.named, root.trees.get(candidate.named.name))
+        opened = OpenTarget(
+            root.store, candidate.named, root.listing.trees.get(candidate.named.name)
+        )
         files = files_digest(opened.files)
         if before is not None and before["files"] == files and self._age_s(root, before) >= 0:
             return before
@@ -355,30 +424,16 @@ class _Finished:
         self.events = events
 
 
-def _no_answer(root: str, error: StorageError) -> Watched:
-    message = f"{error.message}; its steps are unknown"
-    next_command = error.next_command or command_line("scan", root)
-    return Watched(Event.NO_ANSWER, root, None, None, message, None, error.exit_code, next_command)
+def _of_root(
+    event: Event, root: str, message: str, exit_code: int, next_command: str | None = None
+) -> Watched:
+    scan = command_line("scan", root)
+    return Watched(event, root, None, None, message, None, exit_code, next_command or scan)
 
 
 def overdue_event(root: str, late: Overdue) -> Watched:
     """The event that no newer step is proven in time."""
-    return Watched(
-        Event.OVERDUE,
-        root,
-        None,
-        late.step,
-        late.message,
-        None,
-        EXIT_OVERDUE,
-        command_line("scan", root),
-    )
-
-
-def _no_root(root: str) -> Watched:
-    message = "it does not exist: the job has not saved yet, or the path is wrong"
-    next_command = command_line("scan", root)
-    return Watched(Event.NO_ROOT, root, None, None, message, None, EXIT_FRESH, next_command)
+    return replace(_of_root(Event.OVERDUE, root, late.message, EXIT_OVERDUE), number=late.step)
 
 
 def _later(before: dict[str, WatchedStep], seen: dict[str, WatchedStep]) -> Iterator[WatchedStep]:

@@ -25,8 +25,7 @@ from ckptctl.options import (
     StorageOptions,
     not_negative,
 )
-from ckptctl.selection.overdue import ALARM_AFTER
-from ckptctl.selection.watching import Watched
+from ckptctl.selection.watching import ALARM_AFTER, Watched
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.policy import BudgetOptions
 from ckptctl.supervisor.results import Attempt

@@ -27,13 +27,17 @@ from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, Super
 from ckptctl.formatting import command_line, counted
 from ckptctl.outside_numbers import whole
 from ckptctl.selection.history import begin_run
-from ckptctl.selection.overdue import overdue, pauses_s, save_interval_s, written_s
-from ckptctl.selection.picking import pick
-from ckptctl.selection.results import Pick
+from ckptctl.selection.picking import Pick, pick
 from ckptctl.selection.roots import list_all, list_root
-from ckptctl.selection.same_root import SeenRoots
-from ckptctl.selection.targets import Roots, roots_in
-from ckptctl.selection.watching import Watched, overdue_event
+from ckptctl.selection.targets import Roots, SeenRoots, roots_in
+from ckptctl.selection.watching import (
+    Watched,
+    overdue,
+    overdue_event,
+    pauses_s,
+    save_interval_s,
+    written_s,
+)
 from ckptctl.storage.opening import local_path, open_store
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.attempts import (
@@ -172,8 +176,8 @@ class StepAlarm(Watcher):
     def _written(self) -> dict[int, float | None]:
         """The steps by number, and when each of the newest was written last."""
         with open_store(self._url, self._options.storage) as store:
-            listing, trees = list_all(store, compile_pattern(self._options.requirements.pattern))
-            written = written_s(store, listing, trees)
+            listing = list_all(store, compile_pattern(self._options.requirements.pattern))
+            written = written_s(store, listing)
         return {step.number: written.get(step.number) for step in listing.steps}
 
 

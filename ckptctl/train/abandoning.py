@@ -25,7 +25,7 @@ from ckptctl.selection.marking import Save, check_inspected, new_mark, put_mark
 from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Folders, Store, StoreKind
 from ckptctl.storage.opening import base_name, join_url
-from ckptctl.train.agreement import ResumeDecision
+from ckptctl.train.resolving import ResumeDecision
 from ckptctl.train.restoring import Job
 
 

@@ -33,17 +33,14 @@ from ckptctl.options import (
     options_from,
 )
 from ckptctl.selection.branches import read_resumes
-from ckptctl.selection.choosing import Candidate
+from ckptctl.selection.choosing import CachingInspector, Candidate
 from ckptctl.selection.fencing import check_token
-from ckptctl.selection.removing import remove_step
-from ckptctl.selection.retention import RetentionPlan, Rules
+from ckptctl.selection.retention import RetentionPlan, Rules, remove_step
 from ckptctl.selection.roots import list_all, list_root
-from ckptctl.selection.searching import CachingInspector
 from ckptctl.selection.targets import OpenRoot, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S, start_daemon
-from ckptctl.train.agreement import Selection
 from ckptctl.train.data_ledger import DataLedger
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
@@ -51,6 +48,7 @@ from ckptctl.train.ledger import RECORD_TIMEOUT_S, RankAttempt, to_stderr
 from ckptctl.train.loss_guard import why_lost
 from ckptctl.train.moving import check_names
 from ckptctl.train.passes import follow_all
+from ckptctl.train.resolving import Selection
 from ckptctl.train.restoring import Job, Start, Tell
 from ckptctl.train.resuming import Resume
 from ckptctl.train.samples import check_order
@@ -571,16 +569,15 @@ class Retention:
             if store is not self._store
         ]
         try:
-            listing, trees = list_all(self._store)
             plan = RetentionPlan(
-                OpenRoot(self._store, listing, trees=trees),
+                OpenRoot(self._store, list_all(self._store)),
                 rules,
                 prove=_not_now,
                 others=[root for other in others for root in _listed(*other)],
                 memory=self._memory,
             )
             plan.carry_out(self._remove)
-            failures: Sequence[CkptctlError] = plan.retained().failures
+            failures: Sequence[CkptctlError] = plan.failures
         except CkptctlError as error:
             failures = [error]
         if failures:

@@ -38,8 +38,8 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.train_state import likeliest_step, without_wrappers
 from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
 from ckptctl.options import TrainOptions
-from ckptctl.train.agreement import ResumeDecision
 from ckptctl.train.differences import accepted_losses
+from ckptctl.train.resolving import ResumeDecision
 from ckptctl.train.state import (
     GLOBAL_DATA,
     PARTS,

@@ -41,7 +41,6 @@ from ckptctl.options import TrainOptions
 from ckptctl.resharding.importing import state_files
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import base_name
-from ckptctl.train.agreement import Rejected, ResumeDecision, Selection
 from ckptctl.train.differences import Differences, RankEntries, names_in, refuse_lost
 from ckptctl.train.optimizers import (
     forget_unsaved,
@@ -50,6 +49,7 @@ from ckptctl.train.optimizers import (
     without_a_step,
 )
 from ckptctl.train.passes import differences, passes_of, record_in
+from ckptctl.train.resolving import Rejected, ResumeDecision, Selection
 from ckptctl.train.samples import GlobalLoader, note_on_order
 from ckptctl.train.state import (
     GLOBAL_DATA,

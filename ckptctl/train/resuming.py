@@ -31,14 +31,6 @@ from ckptctl.selection.fencing import Token, check_token, take_token
 from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
-from ckptctl.train.agreement import (
-    Rejected,
-    ResumeDecision,
-    check_roots,
-    decide,
-    too_many,
-    wanted_step,
-)
 from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
 from ckptctl.train.ledger import (
     Ledger,
@@ -60,7 +52,17 @@ from ckptctl.train.moving import (
 )
 from ckptctl.train.optimizers import allocate_state
 from ckptctl.train.rank_names import seen_by
-from ckptctl.train.resolving import changed, open_on_all, prove_content
+from ckptctl.train.resolving import (
+    Rejected,
+    ResumeDecision,
+    changed,
+    check_roots,
+    decide,
+    open_on_all,
+    prove_content,
+    too_many,
+    wanted_step,
+)
 from ckptctl.train.restoring import (
     Inventory,
     Job,

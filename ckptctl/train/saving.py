@@ -47,7 +47,7 @@ from ckptctl.options import Requirements, TrainOptions
 from ckptctl.records.byte_pass import Limits
 from ckptctl.selection.fencing import check_token
 from ckptctl.selection.history import check_sentinel
-from ckptctl.selection.removing import abandoned_uploads, remove_step
+from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import bound, digested, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store

@@ -13,7 +13,7 @@ from ckptctl.cli.pick import pick_document
 from ckptctl.cli.verify import verify_document
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import ByStore, Report
-from ckptctl.selection.results import TensorRow
+from ckptctl.selection.verifying import TensorRow
 
 
 def check(document) -> dict:

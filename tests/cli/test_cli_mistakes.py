@@ -119,8 +119,6 @@ PLACES = [
     ("pick --allow-fresh gone", 10, "ckptctl scan .", "a new run also needs --create"),
     ("verify gone@auto", 10, "ckptctl scan .", "for a new run, `pick` and `preflight` take"),
     ("preflight gone", 10, "ckptctl scan .", "`preflight` take --allow-fresh --create"),
-    ("pick runs", 10, "ckptctl pick run", "check the path (beside it: run)"),
-    ("preflight runs", 10, "ckptctl preflight run", "check the path (beside it: run)"),
     ("watch gone --once", 10, "ckptctl scan gone", "the job has not saved yet, or the path is"),
     ("prune gone --keep 1", 2, "ckptctl scan .", "gone does not exist"),
     ("cost gone --interval 1h", 2, "ckptctl scan .", "gone does not exist"),

@@ -19,7 +19,7 @@ from ckptctl import AccessDenied
 from ckptctl.cli.app import run
 from ckptctl.cli.commands import load
 from ckptctl.selection import targets, verifying
-from ckptctl.selection.write_order import MAX_LOCAL
+from ckptctl.selection.branches import MAX_LOCAL
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 

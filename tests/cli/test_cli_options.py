@@ -17,7 +17,7 @@ from ckptctl.cli.show import show
 from ckptctl.errors import UsageError
 from ckptctl.model import STATE_KINDS
 from ckptctl.options import Requirements, StorageOptions
-from ckptctl.selection.results import TensorRow
+from ckptctl.selection.verifying import TensorRow
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ckptctl.cli.verify import next_command, report_lines
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formatting import DAY_S
 from ckptctl.model import STATE_KINDS, Level, WorldSize
-from ckptctl.selection.results import TensorRow
+from ckptctl.selection.verifying import TensorRow
 
 
 def text(lines) -> list[str]:

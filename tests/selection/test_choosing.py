@@ -11,12 +11,12 @@ from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.options import PickPolicy
 from ckptctl.selection.choosing import (
     Candidate,
+    NoStepReason,
     Search,
     absent_kinds,
     demanded,
     in_order,
 )
-from ckptctl.selection.results import NoStepReason
 
 ALL = STATE_KINDS
 

@@ -14,7 +14,7 @@ import ckptctl
 from ckptctl.claims import ClaimName, ClaimState
 from ckptctl.errors import LinkNotFollowed, NothingToResume, StorageError, UsageError
 from ckptctl.findings import Verdict
-from ckptctl.selection.results import Answer
+from ckptctl.selection.choosing import Answer
 from ckptctl.storage.contract import Span
 from ckptctl.storage.opening import open_store
 

@@ -19,7 +19,7 @@ import ckptctl
 from ckptctl import AccessDenied, Answer, Level, StorageUnavailable, UsageError, Verdict
 from ckptctl.errors import CkptctlError
 from ckptctl.findings import Report, Severity
-from ckptctl.selection.write_order import to_compare
+from ckptctl.selection.branches import to_compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.server]
 

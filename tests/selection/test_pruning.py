@@ -24,7 +24,7 @@ from ckptctl.errors import AccessDenied, StorageError, UsageError
 from ckptctl.findings import Verdict
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo
-from ckptctl.selection import removing
+from ckptctl.selection import retention
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -270,7 +270,7 @@ def test_a_step_without_dcp_metadata_that_is_half_removed_is_never_taken_and_goe
             super().remove(path)
 
     with open_store(str(root)) as store, pytest.raises(Killed):
-        removing.remove_step(DiesSoon(store), "checkpoint-10")
+        retention.remove_step(DiesSoon(store), "checkpoint-10")
     shutil.move(root / "checkpoint-20", tmp_path / "checkpoint-20")
     asked = {"accept_unverifiable": True, "allow_missing_state": True}
     left = ckptctl.pick(str(root), **asked)
@@ -368,7 +368,7 @@ def another_run(root: Path) -> Path:
 
 def in_its_place(monkeypatch: pytest.MonkeyPatch, step: Path, act: Callable[[], object]) -> None:
     """Have `act` take place right after `step` has been listed for the last time."""
-    listed = removing.list_step
+    listed = retention.list_step
 
     def then_act(store: Store, name: str) -> tuple[FileInfo, ...]:
         files = listed(store, name)
@@ -376,7 +376,7 @@ def in_its_place(monkeypatch: pytest.MonkeyPatch, step: Path, act: Callable[[], 
             act()
         return files
 
-    monkeypatch.setattr(removing, "list_step", then_act)
+    monkeypatch.setattr(retention, "list_step", then_act)
 
 
 def test_a_step_replaced_by_a_link_loses_nothing_behind_the_link(root, monkeypatch):
@@ -390,7 +390,7 @@ def test_a_step_replaced_by_a_link_loses_nothing_behind_the_link(root, monkeypat
 
     in_its_place(monkeypatch, step, replaced)
     with open_store(str(root)) as store, pytest.raises(StorageError, match="is a link to"):
-        removing.remove_step(store, "step_100")
+        retention.remove_step(store, "step_100")
     assert sorted(path.name for path in other.rglob("*")) == before
     assert ckptctl.verify(str(root / "moved")).usable
     assert step.is_symlink()
@@ -407,7 +407,7 @@ def test_a_folder_of_a_step_replaced_by_a_link_loses_nothing_behind_the_link(roo
 
     in_its_place(monkeypatch, root / "step_100", replaced)
     with open_store(str(root)) as store, pytest.raises(StorageError, match="is a link to"):
-        removing.remove_step(store, "step_100")
+        retention.remove_step(store, "step_100")
     assert sorted(path.name for path in other.rglob("*")) == before
 
 
@@ -417,7 +417,7 @@ def test_links_in_a_step_are_removed_and_not_followed(root):
     (root / "step_100" / "elsewhere").symlink_to(other)
     (root / "step_100" / "shard").symlink_to(other / "__0_0.distcp")
     with open_store(str(root)) as store:
-        assert removing.remove_step(store, "step_100")
+        assert retention.remove_step(store, "step_100")
     assert there(root) == {200, 300, 400, 500}
     assert sorted(path.name for path in other.rglob("*")) == before
 
@@ -426,5 +426,5 @@ def test_a_step_that_is_not_as_it_was_seen_stays(root):
     with open_store(str(root)) as store:
         seen = list_step(store, "step_100")
         ckptctl.mark(f"{root}@100", "pinned")
-        assert not removing.remove_step(store, "step_100", seen=seen)
+        assert not retention.remove_step(store, "step_100", seen=seen)
     assert ckptctl.verify(f"{root}@100").usable

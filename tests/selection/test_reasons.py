@@ -14,8 +14,8 @@ from next_commands import run_and_follow as run_ckptctl
 import ckptctl
 from ckptctl import NothingToResume
 from ckptctl.distributed.launcher import RESTART_COUNTERS
+from ckptctl.selection.choosing import NoStepReason
 from ckptctl.selection.history import record_usable
-from ckptctl.selection.results import NoStepReason
 from ckptctl.storage.opening import open_store
 
 ALL = (500, 400, 300, 200, 100)

@@ -31,7 +31,7 @@ from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.selection import pruning, targets
 from ckptctl.selection.branches import put_resume
-from ckptctl.selection.removing import write_proof
+from ckptctl.selection.retention import write_proof
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -529,18 +529,18 @@ def test_how_many_steps_have_been_looked_at_is_told(put, root):
 
 
 def test_only_the_steps_that_decide_are_looked_at_deeply(templates, root, monkeypatch):
-    from ckptctl.selection import searching
+    from ckptctl.selection import choosing
 
     for number in range(100, 900, 100):
         put_step(templates, root, number)
     deep: list[str] = []
-    real = searching.inspect_step
+    real = choosing.inspect_step
 
     def seen(opened: OpenStep, *args: object, **options: object) -> object:
         deep.append(opened.name)
         return real(opened, *args, **options)
 
-    monkeypatch.setattr(searching, "inspect_step", seen)
+    monkeypatch.setattr(choosing, "inspect_step", seen)
     ckptctl.prune(str(root), 2)
     assert set(deep) <= {"step_800", "step_700", "step_600"}  # the last is compared with 700
 
@@ -551,7 +551,7 @@ def test_only_the_steps_that_decide_are_looked_at_deeply(templates, root, monkey
 @pytest.mark.server
 def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_are_not(s3_ceph):
     from ckptctl.selection.fencing import take_token
-    from ckptctl.selection.removing import abandoned_uploads
+    from ckptctl.selection.retention import abandoned_uploads
     from ckptctl.storage.opening import open_store
 
     url = f"s3://{s3_ceph.bucket}/uploads"

@@ -12,7 +12,7 @@ from storage.faulty import FaultyStore
 import ckptctl
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
 from ckptctl.selection import targets
-from ckptctl.selection.results import Answer
+from ckptctl.selection.choosing import Answer
 from ckptctl.storage.opening import open_store
 
 

@@ -19,7 +19,7 @@ import ckptctl
 from ckptctl.errors import StorageUnavailable
 from ckptctl.selection.history import put_sentinel
 from ckptctl.selection.roots import list_root
-from ckptctl.selection.same_root import SeenRoots
+from ckptctl.selection.targets import SeenRoots
 from ckptctl.storage.opening import open_store
 
 

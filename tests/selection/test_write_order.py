@@ -17,8 +17,8 @@ import ckptctl
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import NothingToResume
 from ckptctl.inspection.one_save import SaveTimes
-from ckptctl.selection.results import Answer
-from ckptctl.selection.write_order import Order, to_compare, write_order
+from ckptctl.selection.branches import Order, to_compare, write_order
+from ckptctl.selection.choosing import Answer
 
 HOUR_S = 3600.0
 

@@ -25,7 +25,7 @@ from services.processes import started, wait_until
 import ckptctl
 from ckptctl.errors import UsageError
 from ckptctl.options import Requirements, StorageOptions
-from ckptctl.selection import overdue
+from ckptctl.selection import watching
 from ckptctl.selection.watching import Watched
 from ckptctl.supervisor import restarting
 from ckptctl.supervisor.options import RunKeywords, RunOptions
@@ -641,7 +641,7 @@ done
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alarms after seconds."""
-    monkeypatch.setattr(overdue, "LEAST_S", 1.0)
+    monkeypatch.setattr(watching, "LEAST_S", 1.0)
     monkeypatch.setattr(restarting, "_SETUP_S", 1.0)
     monkeypatch.setattr(restarting, "_POLL_S", (0.2, 0.5))
 
