@@ -1,7 +1,7 @@
 """Find known mistakes in a job script, an environment or a storage.
 
-The mistakes in a script and a storage are found by modules of their own, those in an
-environment here. Versions are read from the metadata of the installed packages; nothing is
+The mistakes in a script are found by `slurm_checks`, those in an environment and a storage here.
+Versions are read from the metadata of the installed packages; nothing is
 imported, because importing torch takes seconds.
 """
 
@@ -11,23 +11,32 @@ import os
 import platform
 import re
 import resource
+import secrets
 import shutil
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 import ckptctl
-from ckptctl.diagnostics.advice import CHECKS, Advice, Diagnosis, diagnosis, fault, warning
+from ckptctl.diagnostics.advice import CHECKS, Advice, Diagnosis, diagnosis, fault, note, warning
 from ckptctl.diagnostics.slurm_checks import check_script
 from ckptctl.diagnostics.slurm_script import read_script
-from ckptctl.diagnostics.storage_traits import check_storage
-from ckptctl.errors import UsageError
+from ckptctl.errors import AlreadyExists, PathNotFound, StorageError, UsageError
 from ckptctl.findings import Severity
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import whole
+from ckptctl.selection.roots import list_root
+from ckptctl.selection.targets import check_root_there
+from ckptctl.storage.contract import Store, read_range, storage_time_s
 from ckptctl.storage.logs import STDIN, read_bytes
-from ckptctl.storage.opening import absolute_url
+from ckptctl.storage.opening import absolute_url, join_url, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -190,31 +199,15 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
         version = versions[name]
         if version is not None and _numbers(version) < least:
             wanted = ".".join(map(str, least))
-            yield Advice(
-                "package.old",
-                Severity.FAULT,
-                name,
-                f"{name} {version} is older than {wanted}, the oldest supported version",
-                f"pip install '{name}>={wanted}'",
-            )
+            fix = f"pip install '{name}>={wanted}'"
+            yield fault("package.old", name, f"{name} {version} is older than {wanted}", fix)
     fsspec, s3fs = versions["fsspec"], versions["s3fs"]
     if fsspec and s3fs and _numbers(fsspec)[:2] != _numbers(s3fs)[:2]:
-        yield Advice(
-            "package.pair",
-            Severity.FAULT,
-            "s3fs",
-            f"s3fs {s3fs} requires fsspec {s3fs}, but fsspec {fsspec} is installed",
-            f"pip install 's3fs=={fsspec}'",
-        )
+        fix = f"pip install 's3fs=={fsspec}'"
+        yield fault("package.pair", "s3fs", f"s3fs {s3fs} with fsspec {fsspec}", fix)
     for name, extra in _EXTRAS.items():
         if versions[name] is None:
-            yield Advice(
-                "package.absent",
-                Severity.NOTE,
-                name,
-                f"{name} is not installed; commands that need it fail with an error that names it",
-                f"pip install 'ckptctl[{extra}]'",
-            )
+            yield note("package.absent", name, name, f"pip install 'ckptctl[{extra}]'")
 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
@@ -224,53 +217,172 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
         if value and (not values or value.lower() in [each.lower() for each in values]):
             yield Advice("variable.harmful", severity, name, f"{name}={value}: {does}", unset)
     if environment.get("RANK") and not environment.get("WORLD_SIZE"):
-        yield fault(
-            "variable.half",
-            "RANK",
-            f"RANK={environment['RANK']} without WORLD_SIZE: each process acts as a job of its own",
-        )
+        yield fault("variable.half", "RANK", f"RANK={environment['RANK']}")
     if environment.get("SLURM_JOB_ID") and not environment.get("PYTHONUNBUFFERED"):
-        yield Advice(
-            "variable.buffered",
-            Severity.NOTE,
-            "PYTHONUNBUFFERED",
-            "Python buffers its output: the last lines before a kill are lost",
-            CHECKS["variable.buffered"].fix,
-        )
+        yield note("variable.buffered", "PYTHONUNBUFFERED")
     folder = environment.get("TMPDIR")
     if folder and not os.access(folder, os.W_OK):
-        yield fault(
-            "variable.tmpdir",
-            "TMPDIR",
-            f"TMPDIR={folder} cannot be written to",
-        )
+        yield fault("variable.tmpdir", "TMPDIR", f"TMPDIR={folder}")
 
 
 def _own_variables(environment: Mapping[str, str], known: frozenset[str]) -> Iterator[Advice]:
     for name in sorted(environment):
         if name.startswith("CKPTCTL_") and name not in known:
-            yield fault(
-                "variable.unknown",
-                name,
-                f"ckptctl has no variable {name}: it has no effect",
-            )
+            yield fault("variable.unknown", name)
 
 
 def _limits(environment: Mapping[str, str]) -> Iterator[Advice]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
-        yield warning(
-            "limit.files",
-            "ulimit -n",
-            f"a process may open {files:,} files; data loaders and sharded saves need more",
-        )
+        yield warning("limit.files", "ulimit -n", f"a process may open {files:,} files")
     try:
         shared = shutil.disk_usage("/dev/shm").total  # noqa: S108 - its size is asked for
     except OSError:
         return
     if shared < _LEAST_SHM and "KUBERNETES_SERVICE_HOST" in environment:
-        yield warning(
-            "limit.shm",
-            "/dev/shm",  # noqa: S108
-            f"shared memory is {shared >> 20:,} MiB: workers of data loaders end with a bus error",
-        )
+        yield warning("limit.shm", "/dev/shm", f"{shared >> 20:,} MiB")  # noqa: S108
+
+
+# The properties of a storage that checkpoints need. Small files in a folder under `.ckptctl/` are
+# written, listed, read, replaced and created by several concurrent writers, and removed. Neither
+# speed nor large amounts of data are tested.
+
+
+_BYTES = 65536
+_ROUNDS = 3
+_WRITERS = 4
+_REPLACEMENTS = 10
+_CLOCK_S = 60.0
+
+
+def check_storage(
+    url: str, storage: StorageOptions
+) -> tuple[tuple[Advice, ...], tuple[tuple[str, str], ...]]:
+    """The faults of the storage under a root, and facts about it.
+
+    Raises `StorageUnavailable` and `AccessDenied` if the storage did not answer or is not
+    writable, `PathNotFound` and `UsageError` if the root does not exist. Written files are
+    always removed.
+    """
+    with open_store(url, storage) as store:
+        begun = time.monotonic()
+        check_root_there(store, list_root(store))
+        answered = time.monotonic() - begun
+        folder = f"{OWN_FOLDER}/doctor-{secrets.token_hex(6)}"
+        facts = [("kind", store.kind.value), ("a listing takes", f"{answered * 1000:.0f} ms")]
+        try:
+            advice = [each for each in _observations(store, folder, facts) if each is not None]
+        finally:
+            left = _removed(store, folder)
+    if left is not None:
+        advice.append(left)
+    return tuple(advice), tuple(facts)
+
+
+def _observations(
+    store: Store, folder: str, facts: list[tuple[str, str]]
+) -> Iterator[Advice | None]:
+    for name, test in (
+        ("a listing shows new files at once", _listing),
+        ("a read after an overwrite returns the new bytes", _overwriting),
+        ("one of several concurrent writers succeeds, the others get an error", _exclusive),
+        ("a reader sees the old file or the new one", _atomic),
+        ("the clock agrees with this machine", _clock),
+    ):
+        found = test(store, folder)
+        facts.append((name, "yes" if found is None else "no"))
+        yield found
+
+
+def _listing(store: Store, folder: str) -> Advice | None:
+    names = [f"{folder}/listed-{number}" for number in range(_ROUNDS)]
+    for name in names:
+        store.put(name, bytes(_BYTES))
+    listed = {info.path: info.size for info in store.list_dir(folder)}
+    if all(listed.get(name) == _BYTES for name in names):
+        return None
+    missing = sum(listed.get(name) != _BYTES for name in names)
+    detail = f"{missing} of {_ROUNDS} new files are missing from the listing"
+    return fault("storage.listing", store.url, detail)
+
+
+def _overwriting(store: Store, folder: str) -> Advice | None:
+    name = f"{folder}/replaced"
+    for fill in (b"a", b"b", b"c"):
+        store.put(name, fill * _BYTES, replace=True)
+        if store.read(name, limit=_BYTES) != fill * _BYTES:
+            return fault("storage.stale", store.url, "the old bytes were returned")
+    if read_range(store, name, _BYTES - 10, 10) != b"c" * 10:
+        return fault("storage.ranges", store.url, "other bytes were returned")
+    return None
+
+
+def _exclusive(store: Store, folder: str) -> Advice | None:
+    ready = threading.Barrier(_WRITERS)
+
+    def succeeds(name: str, writer: int) -> bool:
+        ready.wait()
+        with suppress(AlreadyExists):
+            store.put(name, bytes([writer]) * 100)
+            return True
+        return False
+
+    for number in range(_ROUNDS):
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            n_won = sum(pool.map(partial(succeeds, f"{folder}/won-{number}"), range(_WRITERS)))
+        if n_won != 1:
+            detail = f"{n_won} of {_WRITERS} writers of one new file succeeded"
+            return fault("storage.exclusive", store.url, detail)
+    return None
+
+
+def _atomic(store: Store, folder: str) -> Advice | None:
+    name = f"{folder}/swapped"
+    store.put(name, b"0" * _BYTES)
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                data = store.read(name, limit=_BYTES)
+            except PathNotFound:
+                wrong.append("the file was briefly missing")
+                return
+            if len(set(data)) != 1 or len(data) != _BYTES:
+                wrong.append("a reader saw part of the new file")
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        for number in range(_REPLACEMENTS):
+            store.put(name, str(number).encode() * _BYTES, replace=True)
+    finally:
+        done.set()
+        reader.join()
+    if not wrong:
+        return None
+    return fault("storage.atomic", store.url, f"while a file was replaced, {wrong[0]}")
+
+
+def _clock(store: Store, folder: str) -> Advice | None:
+    before = time.time()
+    at = storage_time_s(store, f"{folder}/clock")
+    if before - _CLOCK_S <= at <= time.time() + _CLOCK_S:
+        return None
+    detail = f"a new file has a time {at - before:+.0f} s from the clock of this machine"
+    return warning("storage.clock", store.url, detail)
+
+
+def _removed(store: Store, folder: str) -> Advice | None:
+    """Remove what was written; the advice lists what could not be removed."""
+    try:
+        with suppress(PathNotFound):
+            for info in store.list_dir(folder):
+                store.remove(info.path)
+        if store.folders is not None:
+            store.remove(folder)
+    except (StorageError, OSError) as error:
+        return warning("storage.left", join_url(store.url, folder), str(error))
+    return None

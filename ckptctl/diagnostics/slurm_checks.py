@@ -15,9 +15,14 @@ from collections.abc import Callable, Iterator
 
 from ckptctl.deadlines import Deadline
 from ckptctl.diagnostics.advice import Advice, fault, note, warning
-from ckptctl.diagnostics.resuming import Resumption, has_option, resumption_of
-from ckptctl.diagnostics.slurm_script import Script, Simple, Training
-from ckptctl.diagnostics.slurm_traps import Trap, signal_name, trap_of
+from ckptctl.diagnostics.slurm_script import (
+    Script,
+    Simple,
+    Training,
+    Trap,
+    signal_name,
+    trap_of,
+)
 from ckptctl.outside_numbers import clamped, whole
 
 _LEAST_NOTICE_S = 60
@@ -28,13 +33,6 @@ _MOST_TRAPS = 30
 """Later trainings are judged by the trap of the last of these, in linear time."""
 _SHOWN = 100
 """Characters of the script that a message shows of one word."""
-_PREEMPTIBLE = re.compile(r"pre-?empt|spot|scaveng|low-?prio|backfill|interruptible", re.IGNORECASE)
-# How the NCCL watchdog is set, and the unit in seconds.
-_WATCHDOGS = (
-    (r"\bTORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=(\d{1,9})", 1),
-    (r"distributed[-_]timeout[-_]minutes[=\s]{1,9}(\d{1,9})", 60),
-    (r"distributed[-_]timeout[-_]seconds[-_\w]{0,50}[=\s]{1,9}(\d{1,9})", 1),
-)
 _SIGNAL = re.compile(r"^(?:(?=[A-Z]*B)[A-Z]+:)?(?:SIG)?(\w+?)(?:@(\d+))?$")
 # `ckptctl run` in the batch shell, and not in a step of its own.
 _SUPERVISED = re.compile(r"(?:(?!\bsrun\b).)*\bckptctl\s+run\b", re.DOTALL)
@@ -75,50 +73,25 @@ def _line_of(advice: Advice) -> int:
 
 def _form(name: str, script: Script) -> Iterator[Advice]:
     if not script.lines or not script.lines[0].startswith("#!"):
-        yield fault(
-            "script.shebang",
-            f"{name}:1",
-            "the first line names no shell: sbatch rejects the script",
-        )
+        yield fault("script.shebang", f"{name}:1")
     if any(line.endswith("\r") for line in script.lines[:1]):
-        yield fault(
-            "script.line-ends",
-            f"{name}:1",
-            "the script has Windows line ends: the shell treats CR as part of each line",
-        )
+        yield fault("script.line-ends", f"{name}:1")
     for option in script.late_options:
-        yield fault(
-            "sbatch.ignored",
-            f"{name}:{option.line}",
-            f"#SBATCH {option.text}: SLURM ignores directives after the first command",
-        )
+        yield fault("sbatch.ignored", f"{name}:{option.line}", f"#SBATCH {option.text}")
     for option in script.options:
         if re.search(r"\$\{?\w", option.text):
-            yield fault(
-                "sbatch.variable",
-                f"{name}:{option.line}",
-                f"#SBATCH {option.text}: variables in #SBATCH lines are not expanded",
-            )
+            yield fault("sbatch.variable", f"{name}:{option.line}", f"#SBATCH {option.text}")
 
 
 def _no_training(name: str, script: Script) -> Iterator[Advice]:
     if not script.trainings:
-        yield warning(
-            "script.no-training",
-            f"{name}:1",
-            "no command that starts the training was recognized: whether it gets the signal, "
-            "resumes and keeps its exit code was not judged",
-        )
+        yield warning("script.no-training", f"{name}:1")
 
 
 def _signals(name: str, script: Script) -> Iterator[Advice]:
     given = script.option("--signal")
     if given is None:
-        yield warning(
-            "signal.none",
-            f"{name}:1",
-            "no --signal: at the time limit a job has only the 30 s of KillWait to save",
-        )
+        yield warning("signal.none", f"{name}:1")
         return
     line, value = given
     where = f"{name}:{line}"
@@ -141,17 +114,14 @@ def _signals(name: str, script: Script) -> Iterator[Advice]:
             yield fault(
                 "signal.no-step",
                 where,
-                f"--signal={value} goes to job steps, and line {training.line} starts "
-                f"{training.launcher} without srun: no process receives it",
+                f"--signal={value}, and line {training.line} starts {training.launcher}",
                 f"start it with srun, or use --signal=B:{signal}@{seconds} and exec",
             )
         elif _SUPERVISED.match(training.text):
             yield fault(
                 "signal.not-run",
                 where,
-                f"--signal={value} goes to the job step that `ckptctl run` starts in line "
-                f"{training.line}, and not to `ckptctl run`: it takes the end of the step for a "
-                "failure, and restarts the job shortly before the time limit",
+                f"--signal={value}, and line {training.line}",
                 f"#SBATCH --signal=B:{signal}@{seconds}, with exec or a trap that passes it on to "
                 "`ckptctl run`",
             )
@@ -173,11 +143,7 @@ def _to_agent(where: str, training: Training, signal: str | None) -> Iterator[Ad
         rf"--signals[-_]to[-_]handle[= ]\S{{0,80}}{re.escape(signal)}", training.text, re.I
     ):
         return
-    yield fault(
-        "signal.not-handled",
-        where,
-        f"{agent[0]} has no handler for {signal} and dies of it, and the step ends with it",
-    )
+    yield fault("signal.not-handled", where, f"{agent[0]} and {signal}")
 
 
 def _to_shell(
@@ -186,41 +152,21 @@ def _to_shell(
     # exec replaces the shell with Python, which then receives its signals.
     at = f"{name}:{training.line}"
     is_srun_alone = training.launcher == "srun" and not _SUPERVISED.match(training.text)
-    to_srun = fault(
-        "signal.srun-killed",
-        at,
-        "srun answers SIGTERM by killing all tasks (SIGKILL): Python never receives it",
-    )
+    to_srun = fault("signal.srun-killed", at)
     if training.is_exec and not training.in_pipeline:
         if is_srun_alone and signal == "TERM":
             yield to_srun
         return
     if trap is None:
-        result = (
-            "the job ends at once, and its tasks have KillWait (30 s) for the save"
-            if training.launcher == "srun"
-            else "Python never receives it"
-        )
         yield fault(
             "signal.no-trap",
             where,
-            f"B: sends {signal} only to the batch shell, which has no trap for it and dies: "
-            f"{result}",
-            f"remove B: (--signal={signal}@300 signals the step), or trap it and pass it on",
+            fix=f"remove B: (--signal={signal}@300 signals the step), or trap it and pass it on",
         )
     elif not training.in_background:
-        yield fault(
-            "signal.foreground",
-            at,
-            f"the trap of line {trap.line} runs only after this command has ended: bash "
-            "waits for foreground commands",
-        )
+        yield fault("signal.foreground", at, f"the trap of line {trap.line}")
     elif training.in_pipeline and trap.sent and trap.is_to_srun:
-        yield fault(
-            "signal.pipeline",
-            at,
-            "$! is the last command of the pipeline: the trap signals that one, not the training",
-        )
+        yield fault("signal.pipeline", at)
     elif trap.lost:
         yield fault("signal.not-passed", f"{name}:{trap.line}", trap.lost)
     elif trap.unwaited:
@@ -255,26 +201,18 @@ def _notice(where: str, script: Script, seconds: int) -> Iterator[Advice]:
                     "signal.notice-short",
                     where,
                     f"the notice is {seconds} s, and line {command.line} gives the save up to "
-                    f"{given_s} s ({match[1][:_SHOWN]}): the job is killed first",
+                    f"{given_s} s ({match[1][:_SHOWN]})",
                     f"@{given_s + 60} or more: SLURM may signal up to a minute late",
                 )
     if seconds < _LEAST_NOTICE_S:
-        yield warning(
-            "signal.notice-short",
-            where,
-            f"the notice is {seconds} s; a save of many ranks takes longer",
-        )
+        yield warning("signal.notice-short", where, f"the notice is {seconds} s")
 
 
 def _wrapped(name: str, script: Script) -> Iterator[Advice]:
     for training in script.trainings:
         inner = re.search(r"\b(?:bash|sh|zsh)\s+(?:-\w+\s+)*-\w*c\s+(['\"])(.*)\1", training.text)
         if inner and training.launcher == "srun" and "exec " not in inner[2] and _is_list(inner[2]):
-            yield fault(
-                "signal.wrapped",
-                f"{name}:{training.line}",
-                "srun signals the shell of bash -c, which does not pass the signal on to Python",
-            )
+            yield fault("signal.wrapped", f"{name}:{training.line}")
 
 
 def _is_list(text: str) -> bool:
@@ -283,28 +221,11 @@ def _is_list(text: str) -> bool:
 
 
 def _requeue(name: str, script: Script) -> Iterator[Advice]:
-    refused, place = script.option("--no-requeue"), script.option("--partition", "-p", "--qos")
-    if refused is not None and place is not None and _PREEMPTIBLE.search(place[1]):
-        yield fault(
-            "requeue.preemptible",
-            f"{name}:{refused[0]}",
-            f"--no-requeue, and {place[1]} is preemptible by its name: a preemption ends the job",
-        )
-        return
     given = script.option("--requeue")
     if given is None and script.search(r"\bscontrol\s+requeue\b|\bsbatch\b") is None:
-        yield warning(
-            "requeue.none",
-            f"{name}:1",
-            "neither --requeue nor scontrol requeue: after a node failure or a preemption the job "
-            "is not restarted",
-        )
+        yield warning("requeue.none", f"{name}:1")
     elif script.option("--open-mode") is None and given is not None:
-        yield warning(
-            "requeue.log-lost",
-            f"{name}:{given[0]}",
-            "a requeued job overwrites its log: the error of the first attempt is lost",
-        )
+        yield warning("requeue.log-lost", f"{name}:{given[0]}")
 
 
 def _allocation(name: str, script: Script) -> Iterator[Advice]:
@@ -314,31 +235,17 @@ def _allocation(name: str, script: Script) -> Iterator[Advice]:
         script, r"\btrap\b", r"\b(?:SIG)?TERM\b"
     )
     if handled and script.search(r"\bscontrol\s+requeue\b|\bsbatch\b"):
-        yield warning(
-            "requeue.cancelled",
-            f"{name}:{line}",
-            "scancel sends SIGTERM to this shell, as --signal does: a cancelled job starts again",
-        )
+        yield warning("requeue.cancelled", f"{name}:{line}")
     nodes, kept = script.option("--nodes", "-N"), script.option("--no-kill", "-k")
     several = nodes is not None and nodes[1] != "1"
     if several and kept and not _search_both(script, r"\bsrun\b", r"\bscontrol\s+requeue\b"):
-        yield warning(
-            "sbatch.shell-lost",
-            f"{name}:{kept[0]}",
-            "--no-kill: where the node of the batch shell fails, SLURM keeps the job until its "
-            "time limit, with nothing in it",
-        )
+        yield warning("sbatch.shell-lost", f"{name}:{kept[0]}")
     for training in script.trainings:
         if not (training.launcher == "srun" and _SUPERVISED.match(training.text)):
             continue
         where = f"{name}:{training.line}"
         if several and not kept:
-            yield warning(
-                "sbatch.no-kill",
-                where,
-                "without --no-kill SLURM ends the whole job when a node fails, before `ckptctl "
-                "run` can restart it on the others",
-            )
+            yield warning("sbatch.no-kill", where)
         asked = script.option("--ntasks", "-n", "--ntasks-per-node")
         fewer = re.search(r"['\"\s](?:--nodes[= ]|-N\s*)['\"]?\{nodes\}", training.text)
         if (
@@ -346,42 +253,41 @@ def _allocation(name: str, script: Script) -> Iterator[Advice]:
             and fewer
             and not re.search(r"['\"\s](?:--ntasks[= ]|-n\s*['\"{\d$])", training.text)
         ):
-            yield fault(
-                "srun.ntasks",
-                where,
-                "srun takes the number of tasks from the job: on fewer nodes it fails",
-            )
+            yield fault("srun.ntasks", where)
+
+
+_OPTION = re.compile(
+    r"resume|ckptctl|\brestore|--load\b|load[-_](?:dir|path|step|checkpoint)|ckpt[-_.]?(?:path|step)|"
+    r"from[-_.]?(?:checkpoint|ckpt|latest)|init[-_]from|auto[-_]?restart",
+    re.IGNORECASE,
+)
+_CONFIGURED = re.compile(
+    r"--(?:config|cfg|conf|recipe|params?)(?:[-_.]?(?:file|path|name|dir))?\b|"
+    r"\S\.(?:ya?ml|toml|json|gin|cfg|ini)\b",
+    re.IGNORECASE,
+)
+# Arguments that the line does not show: all of the script, an array, a variable of its own.
+_ELSEWHERE = re.compile(
+    r"\"?\$(?:@|\*|\{\w+\[[@*]\]\}|\{?\w*(?:ARGS?|OPTS?|OPTIONS|FLAGS|EXTRA|CMD)\w*)", re.IGNORECASE
+)
 
 
 def _resume(name: str, script: Script) -> Iterator[Advice]:
     for command in script.commands:
         pipe = command.text.split("|")
         if _BY_TIME.search(command.text) or any(in_order(*_SORTED_BY_TIME, part) for part in pipe):
-            yield fault(
-                "resume.by-mtime",
-                f"{name}:{command.line}",
-                "the step is chosen by its mtime, which copies, rsync and touch change; it may "
-                "also be incomplete",
-            )
-    resumes = any(has_option(command.text) for command in script.commands if "=" in command.text)
+            yield fault("resume.by-mtime", f"{name}:{command.line}")
+    if any(_OPTION.search(command.text) for command in script.commands if "=" in command.text):
+        return
     for training in script.trainings:
-        resumption, place = resumption_of(training.text)
         where = f"{name}:{training.line}"
-        if resumes or resumption is Resumption.SHOWN:
+        if _OPTION.search(training.text):
             continue
-        if resumption is Resumption.ABSENT:
-            yield warning(
-                "resume.absent",
-                where,
-                "the training has no option to resume, and no configuration: unless the program "
-                "finds its newest save by itself, a requeued job starts at step 0",
-            )
+        decided_elsewhere = _CONFIGURED.search(training.text) or _ELSEWHERE.search(training.text)
+        if decided_elsewhere or not re.search(r"\.py\b", training.text):
+            yield note("resume.unknown", where)
         else:
-            yield note(
-                "resume.unknown",
-                where,
-                f"the script does not show whether a requeued job resumes: {place}",
-            )
+            yield warning("resume.absent", where)
 
 
 def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
@@ -399,22 +305,14 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
     for training in script.trainings:
         where = f"{name}:{training.line}"
         if training.in_pipeline and not strict and not saved:
-            yield fault(
-                "exit-code.pipe",
-                where,
-                "the exit code is that of the last command of the pipe: a crash ends with 0",
-            )
+            yield fault("exit-code.pipe", where)
         end = training.at
         while script.main[end].operator == "|" and end < last:
             end += 1
         after = script.main[end + 1] if end < last else None
         begun = script.main[training.at].prefix.split()[:1]
         if after and script.main[end].operator == "||" and _says_only(after):
-            yield fault(
-                "exit-code.swallowed",
-                where,
-                f"|| {after.words[0]}: the job always ends with 0 and is never restarted",
-            )
+            yield fault("exit-code.swallowed", where, f"|| {after.words[0]}")
         elif (
             after
             and last_kept <= training.at
@@ -422,12 +320,8 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
             and script.main[end].operator not in ("&&", "||")
             and begun not in (["if"], ["while"], ["until"], ["elif"])
         ):
-            yield warning(
-                "exit-code.swallowed",
-                where,
-                f"the job ends with the exit code of line {script.main[last].line} "
-                f"(`{script.main[last].text[:_SHOWN]}`), not with that of the training",
-            )
+            detail = f"`{script.main[last].text[:_SHOWN]}` of line {script.main[last].line}"
+            yield warning("exit-code.swallowed", where, f"{detail} ends the script")
     if exits_on_error:
         return
     texts_after = [*(later.text for later in script.commands[1:]), ""]
@@ -437,12 +331,7 @@ def _exit_codes(name: str, script: Script) -> Iterator[Advice]:
         )
         checked = re.search(r"\|\||&&|;\s*(?:case|if)|\bif\b", command.text)
         if picked and not checked and "$?" not in following:
-            yield fault(
-                "exit-code.pick",
-                f"{name}:{command.line}",
-                "the exit code of ckptctl is ignored: with 75 the path is empty, and the job "
-                "starts fresh",
-            )
+            yield fault("exit-code.pick", f"{name}:{command.line}")
 
 
 def _says_only(command: Simple) -> bool:
@@ -452,12 +341,7 @@ def _says_only(command: Simple) -> bool:
 def _masked(name: str, script: Script) -> Iterator[Advice]:
     for command in script.commands:
         if re.match(r"(?:local|export|declare|readonly)\s+\w+=\"?\$\(\s*ckptctl", command.text):
-            yield fault(
-                "exit-code.masked",
-                f"{name}:{command.line}",
-                f"{command.text.split()[0]} has its own exit code, which hides that of ckptctl, "
-                "even under set -e",
-            )
+            yield fault("exit-code.masked", f"{name}:{command.line}", command.text.split()[0])
 
 
 def _hangs(name: str, script: Script) -> Iterator[Advice]:
@@ -466,47 +350,7 @@ def _hangs(name: str, script: Script) -> Iterator[Advice]:
         if training.launcher != "srun" or in_environment:
             continue
         if not re.search(r"--kill-on-bad-exit|\s-K(?:[01])?\b", training.text):
-            yield fault(
-                "srun.no-kill",
-                f"{name}:{training.line}",
-                "when one rank dies, the others wait until their timeout, or forever",
-            )
-
-
-def _resilience(name: str, script: Script) -> Iterator[Advice]:
-    """Find options of NVRx and Megatron that have no effect, or contradict each other.
-
-    Source: NVRx `ft_launcher`, `inprocess.Wrapper`; Megatron-LM `--async-save`.
-    """
-    for command in script.commands:
-        ignored = re.search(r"(?:^|\s)(--ft-[\w-]+)", command.text)
-        if ignored and re.search(
-            r"\btorchrun\b|torch\.distributed\.(?:run|launch)\b", command.text
-        ):
-            yield fault(
-                "torchrun.ft-options",
-                f"{name}:{command.line}",
-                f"{ignored[1]} is an option of ft_launcher; torchrun detects no hang",
-            )
-    hard = script.search(r"hard[-_]timeout[=\s]{1,9}(\d{1,9})")
-    for pattern, unit_s in _WATCHDOGS:
-        watchdog = script.search(pattern)
-        watchdog_s = clamped(watchdog[1][1]) * unit_s if watchdog else 0
-        if hard and watchdog and watchdog_s <= clamped(hard[1][1]):
-            yield fault(
-                "nccl.watchdog-short",
-                f"{name}:{watchdog[0]}",
-                f"the NCCL watchdog ends the process after {watchdog_s} s, and "
-                f"the in-process restart acts after {hard[1][1]} s (hard timeout)",
-            )
-    saved = script.search(r"--async-save\b|\basync_save=[Tt]rue\b")
-    form = script.search(r"\b(?:dist[-_])?ckpt[-_]format[=\s]{1,9}[\"']?(\w{1,100})")
-    if saved and form and form[1][1] != "torch_dist":
-        yield fault(
-            "save.async-format",
-            f"{name}:{saved[0]}",
-            f"asynchronous saves need the format torch_dist, not {form[1][1]}",
-        )
+            yield fault("srun.no-kill", f"{name}:{training.line}")
 
 
 _CHECKS: tuple[Callable[[str, Script], Iterator[Advice]], ...] = (
@@ -520,5 +364,4 @@ _CHECKS: tuple[Callable[[str, Script], Iterator[Advice]], ...] = (
     _exit_codes,
     _masked,
     _hangs,
-    _resilience,
 )

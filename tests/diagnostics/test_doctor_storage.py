@@ -10,7 +10,7 @@ from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
-from ckptctl.diagnostics import storage_traits
+from ckptctl.diagnostics import diagnosing
 from ckptctl.storage.local import LocalStore
 
 
@@ -90,6 +90,6 @@ class Yesterday(LocalStore):
 )
 def test_what_a_storage_does_not_keep_is_named(store, name, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        storage_traits, "open_store", lambda url, *_: store(str(tmp_path), url=str(tmp_path))
+        diagnosing, "open_store", lambda url, *_: store(str(tmp_path), url=str(tmp_path))
     )
     assert name in names(tmp_path)

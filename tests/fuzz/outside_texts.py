@@ -222,7 +222,6 @@ SAMPLES: Mapping[str, tuple[bytes, ...]] = {
         (
             b"#!/bin/bash\n#SBATCH --signal=B:USR1@300\n#SBATCH --requeue\ntrap 'kill -USR1 $!' USR1\n"
             b"srun python train.py --save-timeout 900 --resume auto & wait\n"
-            b"export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=600\nhard-timeout 1200\n"
         ),
     ),
     "dump": (

@@ -175,14 +175,14 @@ WRITERS = {
     """,
     "new root": "act = opened(lambda store: store.folders.create_root())",
     "storage probe": """
-        from ckptctl.diagnostics import storage_traits
+        from ckptctl.diagnostics import diagnosing
         from ckptctl.options import StorageOptions
-        sound = storage_traits.check_root_there
+        sound = diagnosing.check_root_there
         def check_root_there(*about):
             sound(*about)
             unmount()
-        storage_traits.check_root_there = check_root_there
-        act = lambda: storage_traits.check_storage(str(root), StorageOptions())
+        diagnosing.check_root_there = check_root_there
+        act = lambda: diagnosing.check_storage(str(root), StorageOptions())
     """,
     "runbook record": """
         from ckptctl.formats.own.run_events import BackEvent
