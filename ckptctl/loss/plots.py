@@ -284,12 +284,6 @@ def check_plot(path: str) -> None:
             ) from error
 
 
-def svg_of(report: LossReport) -> str | None:
-    """The plot of the worst resume; None where there is no loss to draw."""
-    drawn = _drawn(report)
-    return None if drawn is None else _svg(*drawn)
-
-
 def _drawn(report: LossReport) -> tuple[list[Shape], str] | None:
     worst = report.worst
     curve = curve_of(worst) if worst is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import OptionError, OwnFileUnreadable, PathNotFound, UsageError
+from ckptctl.errors import OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own import ledger as own
 from ckptctl.formatting import seconds_of
@@ -52,9 +52,8 @@ class NamedCheckpoint:
 
     def __post_init__(self) -> None:
         if self.step is None and (self.tokens is not None or self.samples is not None):
-            raise OptionError(
-                "--resume-tokens",
-                "and --resume-samples need --resume-step: they are the counts at that step",
+            raise UsageError(
+                "resume_tokens and resume_samples need resume_step: they are counts at that step"
             )
 
     def resolve(self, storage: StorageOptions) -> tuple[ResumePoint | None, ResumeReport | None]:

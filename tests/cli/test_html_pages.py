@@ -1,4 +1,4 @@
-"""`--html`: pages that need nothing else, say what the terminal says, and fit a phone."""
+"""The pages of a transcript and a drill: they need nothing else, and fit a phone."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import html
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from command_line import run_ckptctl, validated
+from command_line import run_ckptctl
 
 from ckptctl.drill.results import Drilled, Trial, as_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-NAMES = ("scan", "loss", "history", "transcript", "drill")
+NAMES = ("transcript", "drill")
 VOID = {"meta", "img", "rect", "line", "circle", "path", "polyline", "br"}
 
 
@@ -48,24 +47,13 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(framework_roots, tmp_path_factory) -> dict[str, Path]:
-    """A page of each command, of a root whose name is markup."""
+    """A page of each kind, of a root whose name is markup."""
     folder = tmp_path_factory.mktemp("pages")
     root = folder / "<script>alert(1)<&script>"
     shutil.copytree(framework_roots / "kempnerforge" / "checkpoints", root)
     (root / "step_30" / ".metadata").unlink()
-    log = folder / "train.jsonl"
-    rows = [(step, 3.0 - step / 100) for step in range(1, 41)]
-    rows += [(step, 3.6 - step / 100) for step in range(31, 60)]
-    log.write_text("".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in rows))
-    job = ("--", sys.executable, "-c", "raise SystemExit(9)")
-    run_ckptctl("run", "--root", root, "--max-restarts", 1, "--backoff", "0s", *job)
-    made = {name: folder / f"{name}.html" for name in ("scan", "loss", "history")}
-    for name, path in made.items():
-        done = run_ckptctl(name, log if name == "loss" else root, "--html", path, "--timeout", 99)
-        assert path.exists(), done.stderr
     run_ckptctl("runbook", "run", "rb-7", root, "--dry-run", "--transcript", folder)
-    made["transcript"] = folder / "transcript.html"
-    made["drill"] = folder / "drill.html"
+    made = {name: folder / f"{name}.html" for name in NAMES}
     made["drill"].write_text(as_html(drilled(str(root))))
     return made
 
@@ -87,42 +75,6 @@ def test_a_page_is_well_formed_and_needs_nothing_else(pages, name):
     assert len(page.texts["h1"]) == 1
     assert not {"script", "link", "iframe"} & page.texts.keys()
     assert re.findall(r"(?:href|src|url)\s*[=(]", page.source) == []
-
-
-def test_the_page_of_a_scan_has_every_step_and_its_verdict(pages, tmp_path):
-    page = Page(pages["scan"])
-    assert page.texts["h1"][0].startswith("resume from step 20: complete")
-    block, _ = page.texts["pre"]  # the other one is for a phone
-    rows = re.findall(r"^. +(30|20|10) +(\w+)(.*(?:\n    .*)*)", block, re.M)
-    assert [row[:2] for row in rows] == [
-        ("30", "incomplete"),
-        ("20", "complete"),
-        ("10", "complete"),
-    ]
-    assert "metadata.missing" in rows[0][2]
-    assert "← pick" in rows[1][2]
-    assert re.search("^next: ckptctl verify .* --timeout 99", block, re.M)
-    assert max(map(len, block.splitlines()[:-1])) <= 120
-
-
-def test_the_page_of_a_loss_has_the_verdict_and_the_table(pages):
-    page = Page(pages["loss"])
-    assert page.texts["h1"][0].startswith("discontinuous: ")
-    assert "<svg" in page.source
-    assert any("difference" in text and "+" in text for text in page.texts["pre"])
-
-
-def test_the_page_of_a_history_has_every_attempt(pages, tmp_path):
-    page = Page(pages["history"])
-    (block,) = page.texts["pre"]
-    assert block.count("unknown cause") == 2
-
-
-def test_a_page_that_cannot_be_written_ends_with_2(framework_roots, tmp_path):
-    root = framework_roots / "kempnerforge" / "checkpoints"
-    done = run_ckptctl("scan", root, "--html", tmp_path / "missing" / "page.html", "--json")
-    assert done.returncode == 2
-    assert "the page cannot be written" in validated(done.stdout)["message"]
 
 
 PROBE = """<script>
@@ -202,15 +154,3 @@ def test_a_page_fits_a_phone_and_has_the_contrast_of_wcag_aa(measured, name):
     width, contrast, dark = stated[name]
     assert (int(width) <= 500, dark) == (True, str(scheme == "dark").lower())
     assert float(contrast) >= 4.5
-
-
-def test_a_scan_has_lines_for_a_phone(pages):
-    """What is wider than the screen of a phone scrolls sideways, but for a whole command."""
-    narrow = pages["scan"].read_text().partition("<div class=narrow>")[2]
-    (text,) = re.findall("<pre tabindex=0>(.*?)</pre>", narrow, re.S)
-    lines = html.unescape(re.sub("<[^>]*>", "", text)).splitlines()
-    assert [line for line in lines if len(line) > 46 and not re.match(r"next:|  /", line)] == []
-    assert any(line[1:].startswith("    20  complete") for line in lines)
-    width = re.search(r'viewBox="0 0 ([0-9]+) ', narrow)
-    assert width is not None
-    assert int(width[1]) <= 380
