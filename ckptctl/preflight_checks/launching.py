@@ -17,6 +17,7 @@ import msgspec
 
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import OptionError, StorageUnavailable, UsageError
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
 from ckptctl.preflight_checks.results import NodeFacts
@@ -113,12 +114,14 @@ def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
             continue
         n_found += 1
         try:
-            report = msgspec.json.decode(line[start : start + _MOST_BYTES], type=NodeReport)
+            report = msgspec.convert(
+                decode_json(line[start:], max_bytes=_MOST_BYTES), type=NodeReport
+            )
             if len(report.roots) != n_roots:
                 raise ValueError("roots")
             if report.written is not None:
                 probe_of(report.written.token)
-        except (ValueError, RecursionError, msgspec.MsgspecError, UsageError) as error:
+        except (ValueError, msgspec.ValidationError, UsageError) as error:
             raise StorageUnavailable(
                 f"a node printed a report that cannot be read ({type(error).__name__}): "
                 f"{line[start : start + 200]}"
