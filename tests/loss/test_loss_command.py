@@ -56,7 +56,6 @@ def test_the_verdict_comes_first_and_is_the_exit_code(log, change, verdict, exit
     assert done.returncode == exit_code
     assert done.stdout.startswith(f"{verdict}: ")
     assert done.stderr == ""
-    assert max(len(line) for line in done.stdout.splitlines() if "┤" in line) <= 80
 
 
 def test_a_resume_without_a_finite_loss_is_drawn_and_reported(tmp_path):
@@ -143,22 +142,16 @@ def test_the_counts_of_the_checkpoint_are_held_against_the_log_of_after(tmp_path
     for name, lines in (("before", before), ("after", after)):
         logs.append(tmp_path / f"{name}.jsonl")
         logs[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = ("--resume-step", SAVED, f"--resume-{what}")
-    right = run_ckptctl("loss", *logs, *given, 1_000_000, "--json")
-    wrong = run_ckptctl("loss", *logs, *given, 900_000, "--json")
-    codes = [
-        [one["code"] for one in validated(done.stdout)["assessments"][0]["findings"]]
-        for done in (right, wrong)
-    ]
+    right, wrong = (
+        check_loss([*map(str, logs)], resume_step=SAVED, **{f"resume_{what}": count})
+        for count in (1_000_000, 900_000)
+    )
+    codes = [[one.code for one in report.assessments[0].findings] for report in (right, wrong)]
     assert ("loss.tokens" in codes[0], "loss.tokens" in codes[1]) == (False, True)
-    assert wrong.returncode == 30
-    (finding,) = [
-        one
-        for one in validated(wrong.stdout)["assessments"][0]["findings"]
-        if one["code"] == "loss.tokens"
-    ]
-    assert finding["expected"] == f"900,064 {what}"
-    assert finding["found"] == f"1,000,064 {what}"
+    assert wrong.exit_code == 30
+    (finding,) = [one for one in wrong.assessments[0].findings if one.code == "loss.tokens"]
+    assert finding.expected == f"900,064 {what}"
+    assert finding.found == f"1,000,064 {what}"
 
 
 def test_the_step_that_was_resumed_from_gives_its_number_and_its_counts(tmp_path, checkpoints):
