@@ -86,12 +86,6 @@ td div { width: max-content; max-width: min(24rem, 60vw); }
 .survived { color: var(--good); } .failed { color: var(--bad); }
 pre.command { border-left: 4px solid #3b6ea5; } img { max-width: 100%; background: #fff; }
 .strong, .name, .command { font-weight: 600; }
-.narrow { display: none; }
-@media screen and (max-width: 40rem) {
-  div.wide:has(+ .narrow) { display: none; } .narrow { display: block; }
-  .narrow svg { min-width: 0; }
-  .narrow pre { font-size: 12px; padding: .4rem; white-space: pre-wrap; }
-}
 @media print {
   body { font-size: 12px; } svg { min-width: 0; } .wide, pre, figure { overflow: visible; }
   pre { white-space: pre-wrap; } td div { width: auto; }

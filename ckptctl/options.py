@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, overload
 
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.model import STATE_KINDS, Level
-from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_option
+from ckptctl.redaction import hide, hide_address, hide_options
 
 TIMEOUT_S = 30.0
 """How long one answer of a storage is waited for, by default."""
@@ -83,12 +83,9 @@ IGNORE = Parameter(
 class StorageOptions:
     """How to reach a storage; a folder of this machine needs none of it.
 
-    `storage_options` go to the client of an object store as they are, and win over its
-    environment and configuration; `endpoint_url` is the address of a service that is not
-    Amazon's. `timeout_s` bounds each connection and each wait for bytes, in seconds. A
-    request that failed in a way that may pass is repeated `retries` times, and then until
-    `retry_for_s` seconds have passed. Of a file system, links that lead into a folder of
-    `follow_links` are followed; no other link is.
+    `storage_options` win over the environment and configuration of the client. `timeout_s` bounds
+    each connection and each wait for bytes. A request that failed in a way that may pass is
+    repeated `retries` times, and then until `retry_for_s` seconds have passed.
     """
 
     storage_options: Annotated[
@@ -143,8 +140,8 @@ class StorageOptions:
     def arguments(self) -> list[str]:
         """The options of a command line that reaches the same storage; defaults are left out.
 
-        They may hold secrets: `command_line` shows none of them, and a process is started with
-        those of `public` only.
+        They may hold secrets, of which `command_line` shows none; a process that is started gets
+        them by `variables`.
         """
         import json  # most commands need no such words, and start sooner without
 
@@ -157,22 +154,6 @@ class StorageOptions:
         for folder in self.follow_links:
             words += ["--follow-links", folder]
         return words
-
-    def secrets(self) -> dict[str, object]:
-        """The storage options that are not known to be harmless, and such an endpoint."""
-        options = dict(self.storage_options or {})
-        if self.endpoint_url is not None:
-            options["endpoint_url"] = self.endpoint_url
-        return {key: each for key, each in options.items() if not is_harmless_option(key, each)}
-
-    def public(self) -> StorageOptions:
-        """The options without `secrets`: these may be arguments of a process."""
-        secrets = self.secrets()
-        options = {
-            key: each for key, each in (self.storage_options or {}).items() if key not in secrets
-        }
-        endpoint = None if "endpoint_url" in secrets else self.endpoint_url
-        return replace(self, storage_options=options or None, endpoint_url=endpoint)
 
     def variables(self) -> dict[str, str]:
         """Variables with which a ckptctl that this process starts reaches the same storage.
@@ -210,21 +191,8 @@ class StorageKeywords(TypedDict, total=False):
 class Requirements:
     """What counts as a step, and what is required of it beyond being complete.
 
-    `pattern` is a regular expression for the names of step directories that ckptctl does
-    not know; its group `step` is the number. `require` names kinds of train state that
-    must be there, as a list or as `model,optimizer`. `world_size` is how many ranks will
-    load the step, `saved_world_size` how many wrote it and must each have left a shard
-    file. An unfinished save counts as running until `grace_s` seconds after its last write.
-    `require_seal` demands a seal that proves the step, to the last byte: where no level is
-    given, sealed steps are inspected at `content`. `key` is the key that seals must
-    have been made with, of at least `MIN_KEY_BYTES` bytes. `seal_run` is the id of the run
-    that they must be of, by default the one that the root records; the newest seal of the root
-    must have at least the place `seal_sequence` in the order of its seals. `remote_checksums`
-    compares the store's own checksums with the seal. `marks` is the path of a file of marks
-    that apply beside those in the steps. `allow_globals` are the run's own classes in pickles,
-    `module.Name` each, as a list or joined with commas: `pickle.unknown` does not report them.
-    A global that can act is never allowed. `state_keys` map train state that is not recognized:
-    each a kind of train state and a whole key path or file name, as `dataloader=data_pos`.
+    Each field is what the help of its option says. `require` and `allow_globals` are lists, or
+    texts with commas. `key` has at least `MIN_KEY_BYTES` bytes.
     """
 
     require: Annotated[
@@ -429,13 +397,8 @@ class StepKeywords(StorageKeywords, total=False):
 class PickPolicy:
     """Which step `pick` takes of those that are there.
 
-    `level` is how deep each step is inspected; None is as deep as is cheap on its storage,
-    and `content` where a seal is required.
-    `before` excludes that step and all newer ones, `skip` single ones. `max_fallback` is
-    how many damaged steps may be passed over. `allow_missing_state` takes a step that lacks
-    train state which an older one holds, `accept_unverifiable` one that nothing in it can
-    prove good. `ignore` are patterns (`*`, `?`, `[...]`) of names and paths below the root of
-    files and folders that are no saves: before a run is called new, all others are compared.
+    Each field is what the help of its option says. `level` None is as deep as is cheap on the
+    storage of a step, and `content` where a seal is required.
     """
 
     level: Annotated[
@@ -502,13 +465,7 @@ class PickKeywords(StepKeywords, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentOptions:
-    """How much of a step's bytes level `content` compares, and how.
-
-    `subset` compares a part of the records, `3/7` or `10%` of the bytes. After `deadline_s`
-    seconds no further byte is read. `jobs` is how many threads read a file system; None
-    chooses a number that is good for it. `nan_scan` looks for NaN and infinity in the
-    values of floating-point tensors, `state_check` at what the optimizer keeps.
-    """
+    """How much of a step's bytes level `content` compares, and how: see the help of each option."""
 
     subset: Annotated[
         str | None,

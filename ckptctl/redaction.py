@@ -71,7 +71,6 @@ _HARMLESS_VARIABLES = frozenset(
         *("CLOUDSDK_CORE_ACCOUNT", "HF_HOME", "HF_HUB_OFFLINE", "FSSPEC_CONFIG_DIR"),
         # of the supervisor and the runbook
         *("CKPTCTL_ATTEMPT", "CKPTCTL_RUN", "CKPTCTL_PYTHON", "CKPTCTL_ARCHIVE"),
-        "CKPTCTL_NODE_SECRETS",  # each of its values is hidden where it is read
     }
 )
 
@@ -94,60 +93,33 @@ HARMLESS_OPTIONS = frozenset(
     f"--{name}"
     for name in (
         # Numbers, switches and words of a list.
-        "samples",
-        *(
-            "accept-unverifiable",
-            "alarm-after",
-            "allow-fresh",
-            "allow-missing-state",
-            "apply",
-            "before",
-            "canary",
-        ),
-        *("color", "continue", "create", "debug", "detailed-exitcode", "dry-run", "exit-code"),
-        *("failures-per-node-day", "fault", "follow", "format", "from-step", "gpus", "grace"),
-        *("jobs", "json", "keep", "last", "level", "max-excluded", "max-fallback"),
-        *("max-free-restarts", "max-restarts", "max-steps", "min-confidence", "min-world-size"),
-        *(
-            "nan-scan",
-            "state-check",
-            "new",
-            "node-probe",
-            "node-secrets",
-            "no-restart-on",
-            "off",
-            "once",
-        ),
-        *("only", "print", "print-cadence", "print-capacity", "print-nodes"),
-        *("print-suspect", "print-throughput", "print-verdict", "print-word", "probe-storage"),
-        *("quiet", "remote-checksums", "replace", "require", "require-seal", "resume"),
-        *("resume-samples", "resume-step", "resume-tokens", "room-for", "saved-world-size"),
-        *("scheduler", "seed", "skip", "step", "steps", "strict", "subset", "tensors"),
-        *("timeout", "unsealed", "values", "verbose", "world-size", "world-sizes", "yes"),
-        *("help", "version"),
+        *("accept-unverifiable", "alarm-after", "allow-fresh", "allow-missing-state", "apply"),
+        *("before", "canary", "color", "continue", "create", "debug", "detailed-exitcode"),
+        *("dry-run", "exit-code", "failures-per-node-day", "fault", "follow", "format"),
+        *("from-step", "grace", "help", "jobs", "json", "keep", "last", "level"),
+        *("max-excluded", "max-fallback", "max-free-restarts", "max-restarts", "max-steps"),
+        *("min-confidence", "min-world-size", "nan-scan", "new", "no-restart-on", "node-probe"),
+        *("off", "once", "only", "print", "print-cadence"),
+        *("print-capacity", "print-nodes", "print-suspect", "print-throughput", "print-verdict"),
+        *("print-word", "probe-storage", "quiet", "remote-checksums", "replace", "require"),
+        *("require-seal", "resume", "resume-step", "room-for", "samples", "saved-world-size"),
+        *("scheduler", "seed", "skip", "state-check", "step", "steps", "strict", "subset"),
+        *("tensors", "timeout", "unsealed", "values", "verbose", "version"),
+        *("world-size", "yes"),
         # Times and sizes.
         *("backoff", "bandwidth", "compile", "connect", "deadline", "file-size", "hang-after"),
-        *("interval", "load", "memory", "mtbf", "out-of-section-timeout", "patience"),
-        *("reschedule", "save-time", "section-timeouts", "wait-storage"),
+        *("interval", "load", "memory", "mtbf", "out-of-section-timeout", "patience", "reschedule"),
+        *("save-time", "section-timeouts", "wait-storage"),
         # Names of nodes, tensors and variables, which answers are about.
-        *("key", "mesh", "nodes", "other-nodes", "pattern", "root-env", "shard", "strip", "under"),
-        *("allow-globals", "seal-run", "seal-sequence"),
+        *("allow-globals", "key", "mesh", "nodes", "other-nodes", "pattern", "root-env"),
+        *("seal-run", "seal-sequence", "shard", "strip", "under"),
         # What a person writes for others to read.
-        *("by", "evidence", "reason", "reset-budget", "adopt"),
+        *("adopt", "by", "evidence", "reason", "reset-budget"),
         # Paths and addresses; what is secret in an address is hidden in any text.
-        *(
-            "config",
-            "follow-links",
-            "endpoint-url",
-            "evidence-dir",
-            "flight-recorder",
-            "hosts-file",
-            "html",
-            "rows",
-        ),
-        *("key-file", "log", "log-dir", "marks", "metrics", "node-report"),
-        *("optional-root", "other-root", "plot", "report", "resume-from", "resume-report", "root"),
-        *("site", "state", "transcript", "work", "ignore"),
+        *("config", "endpoint-url", "evidence-dir", "flight-recorder", "follow-links"),
+        *("hosts-file", "ignore", "key-file", "log", "log-dir", "marks", "metrics"),
+        *("node-report", "optional-root", "other-root", "plot", "report", "resume-from"),
+        *("resume-report", "root", "rows", "state", "transcript", "work"),
     )
 )
 """Options of ckptctl whose values are shown; every other option holds a secret."""
@@ -324,10 +296,6 @@ def hide_arguments(argv: Sequence[str]) -> None:
     for option, value in _options_in(own):
         if option == "--storage-option":
             hide_storage_option(value)
-        elif option == "--notify" and "://" in value:
-            hide_address(value)
-            hide(value)
-            hide(value.partition("://")[2].partition("/")[2])
         elif option == "--set":  # a runbook knows which of its inputs are commands
             hide_address(value.partition("=")[2])
         elif option and option not in HARMLESS_OPTIONS:
@@ -421,8 +389,7 @@ def _value(option: str, value: str) -> str:
             return shlex.quote(value)
         return f"{shlex.quote(key)}={_reference(f'SET_{key}')}"
     is_known = not option or option in HARMLESS_OPTIONS
-    is_webhook = option == "--notify" and "://" in value
-    harmless = is_known or (not is_webhook and all(_harmless_words(words_of(value))))
+    harmless = is_known or all(_harmless_words(words_of(value)))
     return shlex.quote(value) if harmless and redacted(value) == value else _reference(name)
 
 
@@ -568,10 +535,9 @@ def _in_base64(text: str) -> str:
 
 
 def _quoted(text: str, safe: str) -> str:
-    return "".join(
-        chr(byte) if (chr(byte).isalnum() and byte < 128) or chr(byte) in safe else f"%{byte:02X}"
-        for byte in text.encode("utf-8", "surrogateescape")
-    )
+    from urllib.parse import quote
+
+    return quote(text, safe, errors="surrogateescape")
 
 
 def _unquoted(text: str) -> str:

@@ -15,7 +15,7 @@ from forking import ForkServer
 from jsonschema import Draft202012Validator, FormatChecker
 from made_checkpoints import checkpoints
 
-from ckptctl.cli.schemas import schema
+from ckptctl.cli.explain import schema
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMAND = (sys.executable, "-m", "ckptctl")

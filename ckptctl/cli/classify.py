@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import ckptctl
-from ckptctl.cli.options import parse_duration
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, section
 from ckptctl.errors import OptionError
@@ -65,8 +64,8 @@ def classify(
         ),
     ] = None,
     deadline: Annotated[
-        str, Parameter("--deadline TIME", "Read for at most this long: 30s, 5m.")
-    ] = f"{DEADLINE_S / 60:.0f}m",
+        float, Parameter("--deadline TIME", "Read for at most this long: 30s, 5m.")
+    ] = DEADLINE_S,
     print_nodes: Annotated[
         bool,
         Parameter(
@@ -109,7 +108,7 @@ def classify(
         state=state,
         scheduler=scheduler,
         flight_recorder=flight_recorder,
-        deadline_s=parse_duration(deadline),
+        deadline_s=deadline,
         storage=storage,
     )
     out.answer(

@@ -23,15 +23,14 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 import ckptctl
-from ckptctl.cli.config import CONFIGURED, IN_NO_FILE, Key, Settings, read_settings
-from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.config import CONFIGURED, IN_NO_FILE, Settings, read_settings
 from ckptctl.cli.options import (
     COMMAND_LINE_ONLY,
     HEADINGS,
@@ -39,6 +38,7 @@ from ckptctl.cli.options import (
     Option,
     option_names,
     options_of,
+    typed_option,
     variable_of,
 )
 from ckptctl.cli.output import Output, check_output_file
@@ -244,7 +244,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
     """
     own, objects = _taken(function)
     options = _options(own, objects)
-    paths = [option.name for option, _ in options if _is_path(option)]
+    paths = [option.name for option, _ in options if option.is_path]
 
     def run(context: typer.Context, **given: Any) -> int:
         try:
@@ -262,7 +262,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise OptionError("--timeout", f"is {timeout_s} s", instead="--timeout 120")
-        for name in ("html", "metrics", "report", "plot", "hosts_file"):
+        for name in ("metrics", "report", "plot", "hosts_file"):
             if given.get(name) is not None:
                 check_output_file(f"--{name.replace('_', '-')}", given[name])
         repeated = _repeated(context, given)
@@ -280,6 +280,9 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         out.lines(_settings_lines(context, given), to=out.err)
         for name, (kind, offered) in objects.items():
             given[name] = _made(kind, offered, given, own)
+        for name, option in own.items():
+            if (value := option.value(given.pop(name))) is not None:
+                given[name] = value
         if "storage" not in objects:
             return function(**given, out=out)
 
@@ -344,7 +347,7 @@ def _read_settings(context: typer.Context, named: str | None) -> str | None:
 
 
 @cache
-def keys_of(command: str) -> Mapping[str, Key]:
+def keys_of(command: str) -> Mapping[str, Option]:
     """The keys that a file with settings may have for a command."""
     keys = {}
     for option, heading in _options(*_taken(load(command).function)):
@@ -356,15 +359,8 @@ def keys_of(command: str) -> Mapping[str, Key]:
             key = "root"
         else:
             continue
-        kinds = (option.kind, *get_args(option.kind))
         if key not in IN_NO_FILE:
-            keys[key] = Key(
-                option.name,
-                is_path=_is_path(option),
-                is_list=list[str] in kinds,
-                is_switch=bool in kinds,
-                is_setting=option.declared.setting,
-            )
+            keys[key] = option
     return keys
 
 
@@ -422,7 +418,7 @@ def _taken(function: Callable[..., int]) -> tuple[dict[str, Option], _Objects]:
         kind = getattr(parameter.annotation, "__origin__", parameter.annotation)
         about = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
         if isinstance(about, Parameter):
-            own[name] = Option(name, "", kind, parameter.default, about)
+            own[name] = typed_option(name, "", kind, parameter.default, about)
         elif isinstance(kind, type) and is_dataclass(kind):
             offered = options_of(kind)
             objects[name] = (kind, tuple(o for o in offered if about is None or o.name in about))
@@ -487,7 +483,7 @@ def _typer_info(option: Option, heading: str | None) -> Any:
     names = option_names(declared)
     if not names:
         return typer.Argument(metavar=declared.spec, help=declared.help)
-    kinds = [number for number in (option.kind, *get_args(option.kind)) if number in (int, float)]
+    kinds = [kind for kind in option.kinds if kind in (int, float)]
     return typer.Option(
         *names,
         metavar=declared.spec.partition(" ")[2] or None if len(names) == 1 else None,
@@ -515,16 +511,6 @@ def _number(kind: type[int] | type[float], least: float | None) -> Callable[[Any
         return value
 
     return number
-
-
-_PATHS = frozenset({"A", "B", "DIR", "DST", "FILE", "LOG", "PATH", "ROOT", "SRC", "STEP", "TARGET"})
-"""What help calls a value that is a path or an address."""
-
-
-def _is_path(option: Option) -> bool:
-    metavar = option.declared.spec.split()[-1].removesuffix("...")
-    kinds = (option.kind, *get_args(option.kind))
-    return metavar in _PATHS and (str in kinds or list[str] in kinds)
 
 
 def _as_words(paths: Any) -> Any:
@@ -564,7 +550,7 @@ _OF_ONE_ACT = frozenset(
 _EXCLUDED = {"--format": "--pattern"}
 """Options that are not repeated where the next command has another one."""
 
-_WRITES = frozenset({"--metrics", "--html"})
+_WRITES = frozenset({"--metrics"})
 """Options with a file, in which another command would write something else."""
 
 
@@ -675,6 +661,8 @@ def _filled(lines: Iterable[Line]) -> Iterator[Line]:
 
 
 def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
+    from ckptctl.cli.exit_codes import EXIT_CODES  # a file that only help needs
+
     loaded = load(command.name)
     arguments = [argument for argument in command.params if argument.param_type_name == "argument"]
     words = [
@@ -702,7 +690,7 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
     yield EMPTY
     if whole:
         yield line(f"Also (ckptctl help options): {', '.join(shared)}", hang=2)
-        settings = [key for key, about in keys_of(command.name).items() if about.is_setting]
+        settings = [key for key, about in keys_of(command.name).items() if about.declared.setting]
         if settings and command.name in CONFIGURED:
             yield line(f"Settings, in ckptctl.toml: {', '.join(settings)}", hang=2)
     else:

@@ -13,8 +13,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+from ckptctl.cli.options import Option
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.redaction import is_harmless_option
 from ckptctl.storage.shared_places import distrusted, open_named
@@ -26,7 +27,7 @@ ONLY_IF_NAMED: Mapping[str, tuple[str, ...]] = {
     "a program to start": ("launcher", "exclude_command", "set", "folder"),
     "another storage": ("storage_option", "endpoint_url", "follow_links"),
     "a file to write": (
-        *("metrics", "html", "plot", "transcript"),
+        *("metrics", "plot", "transcript"),
         *("state", "log_dir", "evidence_dir", "hosts_file"),
     ),
 }
@@ -53,21 +54,8 @@ class Settings:
     unused: tuple[str, ...] = ()
 
 
-class Key(NamedTuple):
-    """What a key sets: a parameter of a command.
-
-    It may be a switch, or hold paths or a list. Help names the option of a setting by its key
-    alone.
-    """
-
-    parameter: str
-    is_path: bool
-    is_list: bool
-    is_switch: bool
-    is_setting: bool
-
-
-Keys: TypeAlias = "Mapping[str, Key]"
+Keys: TypeAlias = "Mapping[str, Option]"
+"""The options that a file may set, by their keys."""
 NO_FILE = "none"
 """As the name of the file: no settings are read."""
 
@@ -80,10 +68,10 @@ def read_settings(command: str, named: str | None, keys_of: Callable[[str], Keys
     that cannot be read, is another user's, or holds what it may not hold. Cost: a `stat` in each
     folder above, and one read.
     """
-    path = _found() if named is None else named
-    if path is None or path == NO_FILE:
+    file = _settings_file(named)
+    if file is None:
         return Settings()
-    document = _document(path, is_named=named is not None)
+    path, document = file
     own = keys_of(command)
     values, keys, unused = {}, {}, []
     for name, value in _settings(command, path, document, keys_of):
@@ -92,50 +80,38 @@ def read_settings(command: str, named: str | None, keys_of: Callable[[str], Keys
             continue
         if named is None:
             _check_found(path, name, value, key)
-        values[key.parameter] = _value(path, name, value, key)
-        keys[key.parameter] = name
+        values[key.name] = _value(path, name, value, key)
+        keys[key.name] = name
     return Settings(path, values, keys, tuple(unused))
 
 
-def _found() -> str | None:
-    """The file with settings in the current folder, or in the nearest one above that has one."""
+def _settings_file(named: str | None) -> tuple[str, Mapping[str, Any]] | None:
+    """The file `named`, or the nearest with settings in the current folder or above; its tables."""
+    if named is not None:
+        tables = None if named == NO_FILE else _tables(named, is_named=True)
+        return None if tables is None else (named, tables)
     folder = os.path.abspath(os.curdir)
     while True:
         for name in _NAMES:
             path = os.path.join(folder, name)
-            if os.path.lexists(path) and (name == _NAMES[0] or _has_table(path)):
-                return path
+            if os.path.lexists(path) and (tables := _tables(path, is_named=False)) is not None:
+                return path, tables
         above = os.path.dirname(folder)
         if above == folder:
             return None
         folder = above
 
 
-def _has_table(path: str) -> bool:
-    """Whether a project file, which may be anybody's, holds settings of ckptctl.
+def _tables(path: str, *, is_named: bool) -> Mapping[str, Any] | None:
+    """The settings in a file; None for a project file that was only found and holds none.
 
-    One that only names ckptctl, and is no TOML, concerns other programs.
+    It may be anybody's: one that cannot be read, or names ckptctl and is no TOML, concerns other
+    programs.
     """
     import tomllib
 
-    try:
-        with os.fdopen(open_named(path), "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except (OSError, UsageError):
-        return False
-    if b"ckptctl" not in data:
-        return False
-    if len(data) > _MAX_BYTES:
-        return True  # reading it is an error, which is better than leaving a requirement out
-    try:
-        tool = tomllib.loads(data.decode("utf-8-sig")).get("tool")
-    except (ValueError, RecursionError):
-        return b"[tool.ckptctl" in data
-    return isinstance(tool, dict) and "ckptctl" in tool
-
-
-def _document(path: str, *, is_named: bool) -> Mapping[str, Any]:
-    import tomllib
+    is_project = os.path.basename(path) == "pyproject.toml"
+    may_be_others = is_project and not is_named
 
     def error(problem: str) -> UsageError:
         return OptionError("--config", problem) if is_named else UsageError(problem)
@@ -143,28 +119,40 @@ def _document(path: str, *, is_named: bool) -> Mapping[str, Any]:
     try:
         with os.fdopen(open_named(path), "rb") as file:
             why = None if is_named else distrusted(path, os.fstat(file.fileno()))
-            if why is not None:
-                raise UsageError(
-                    f"{why}: its settings are used only if you name it with --config; "
-                    f"--config {NO_FILE} uses none"
-                )
             data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise error(f"{path}: the file has more than {_MAX_BYTES:,} bytes")
-        document = tomllib.loads(data.decode("utf-8-sig"))
-    except OSError as cause:
+    except (OSError, UsageError) as cause:
+        if may_be_others:
+            return None
+        if isinstance(cause, UsageError):
+            raise
         raise error(f"{path}: {cause.strerror}") from cause
+    if may_be_others and b"ckptctl" not in data:
+        return None
+    if len(data) > _MAX_BYTES:  # better an error than a requirement that is left out
+        raise error(f"{path}: the file has more than {_MAX_BYTES:,} bytes")
+    try:
+        document: Any = tomllib.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as cause:
+        if may_be_others and b"[tool.ckptctl" not in data:
+            return None
         raise error(f"{path} is no TOML: {cause}") from cause
-    tables = ("tool", "ckptctl") if os.path.basename(path) == "pyproject.toml" else ()
-    for name in tables:
-        document = document.get(name, {})
+    if is_project:
+        tool = document.get("tool", {})
+        if may_be_others and not (isinstance(tool, dict) and "ckptctl" in tool):
+            return None
+        document = tool.get("ckptctl", {}) if isinstance(tool, dict) else tool
         if not isinstance(document, dict):
-            raise error(f"{path}: {name} is no table")
+            raise error(f"{path}: tool.ckptctl is no table")
+    if why is not None:
+        raise UsageError(
+            f"{why}: its settings are used only if you name it with --config; --config {NO_FILE} "
+            "uses none"
+        )
     for name in CONFIGURED:
         if not isinstance(document.get(name, {}), dict):
             raise error(f"{path}: {name} is no table")
-    return document
+    settings: Mapping[str, Any] = document
+    return settings
 
 
 def _settings(
@@ -200,7 +188,7 @@ def _unknown(
     return UsageError(f"{path}: there is no setting {shown}{where}{meant}")
 
 
-def _check_found(path: str, name: str, value: Any, key: Key) -> None:
+def _check_found(path: str, name: str, value: Any, key: Option) -> None:
     """Refuse in a file that was only found what `ONLY_IF_NAMED` has, and addresses."""
     values = value if isinstance(value, list) else [value]
     if key.is_path and any("://" in str(item) for item in values):
@@ -214,7 +202,7 @@ def _check_found(path: str, name: str, value: Any, key: Key) -> None:
         )
 
 
-def _value(path: str, name: str, value: Any, key: Key) -> Any:
+def _value(path: str, name: str, value: Any, key: Option) -> Any:
     """The value of a key as it is typed on the command line, which reads and checks it.
 
     Paths are those beside the file.

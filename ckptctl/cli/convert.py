@@ -12,7 +12,6 @@ from ckptctl.cli.options import (
     OfSource,
     OnlyOpt,
     only_model,
-    parse_size,
 )
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
@@ -61,12 +60,12 @@ def convert(
         ),
     ] = "",
     file_size: Annotated[
-        str | None,
+        int | None,
         Parameter(
             "--file-size SIZE", "Into safetensors: the largest size of a file; 5 GB by default."
         ),
     ] = None,
-    memory: MemoryOpt = "256M",
+    memory: MemoryOpt = 256 << 20,
     jobs: JobsOpt = None,
     accept_unverifiable: AcceptAsItIsOpt = False,
     *,
@@ -89,9 +88,9 @@ def convert(
         only_model=only_model(only),
         strip=strip,
         under=under,
-        file_bytes=None if file_size is None else parse_size("file-size", file_size),
+        file_bytes=file_size,
         accept_unverifiable=accept_unverifiable,
-        memory=parse_size("memory", memory),
+        memory=memory,
         jobs=jobs,
         key=requirements.key,
         on_progress=lambda done, total: out.progress("written", done, total, unit="B"),

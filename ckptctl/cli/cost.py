@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import OfNames, parse_duration
+from ckptctl.cli.options import OfNames
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded
 from ckptctl.formatting import duration, listed, percent, size
@@ -26,13 +26,13 @@ def cost(
         Parameter("ROOT", "Folder or URL of a run; what its attempts recorded need not be given."),
     ] = None,
     interval: Annotated[
-        str | None, Parameter("--interval TIME", "Time from save to save: 30m, 1.5h, 3600.")
+        float | None, Parameter("--interval TIME", "Time from save to save: 30m, 1.5h, 3600.")
     ] = None,
     save_time: Annotated[
-        str | None, Parameter("--save-time TIME", "How long training stops for a save.")
+        float | None, Parameter("--save-time TIME", "How long training stops for a save.")
     ] = None,
     mtbf: Annotated[
-        str | None, Parameter("--mtbf TIME", "Mean time between failures of the whole job.")
+        float | None, Parameter("--mtbf TIME", "Mean time between failures of the whole job.")
     ] = None,
     nodes: Annotated[
         int | None,
@@ -49,19 +49,16 @@ def cost(
         ),
     ] = None,
     reschedule: Annotated[
-        str | None, Parameter("--reschedule TIME", "T1: time from the failure to new processes.")
+        float | None, Parameter("--reschedule TIME", "T1: time from the failure to new processes.")
     ] = None,
     connect: Annotated[
-        str | None, Parameter("--connect TIME", "T2: time until the ranks are connected.")
+        float | None, Parameter("--connect TIME", "T2: time until the ranks are connected.")
     ] = None,
     load: Annotated[
-        str | None, Parameter("--load TIME", "T3: time until the checkpoint is loaded.")
+        float | None, Parameter("--load TIME", "T3: time until the checkpoint is loaded.")
     ] = None,
     compiling: Annotated[
-        str | None, Parameter("--compile TIME", "T4: time until the model is compiled.")
-    ] = None,
-    gpus: Annotated[
-        int | None, Parameter("--gpus N", "Number of GPUs, to print GPU hours as well.", min=1)
+        float | None, Parameter("--compile TIME", "T4: time until the model is compiled.")
     ] = None,
     print_cadence: Annotated[
         bool,
@@ -85,16 +82,15 @@ def cost(
     """
     found = ckptctl.recovery_cost(
         root,
-        interval_s=parse_duration(interval, "--interval"),
-        save_s=parse_duration(save_time, "--save-time"),
-        mtbf_s=parse_duration(mtbf, "--mtbf"),
+        interval_s=interval,
+        save_s=save_time,
+        mtbf_s=mtbf,
         n_nodes=nodes,
         failures_per_node_day=failures_per_node_day,
-        reschedule_s=parse_duration(reschedule, "--reschedule"),
-        connect_s=parse_duration(connect, "--connect"),
-        load_s=parse_duration(load, "--load"),
-        compile_s=parse_duration(compiling, "--compile"),
-        n_gpus=gpus,
+        reschedule_s=reschedule,
+        connect_s=connect,
+        load_s=load,
+        compile_s=compiling,
         pattern=requirements.pattern,
         storage=storage,
     )
@@ -139,15 +135,9 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
         yield _row(
             "a failure costs", duration(found.per_failure_s, digits=3), "T0 + T1 + T2 + T3 + T4"
         )
-    if found.lost_gpu_hours_per_failure is not None:
-        yield _row("in GPU hours", f"{found.lost_gpu_hours_per_failure:,.1f}", "")
-    for name, best_s, source in (
-        ("best, Daly", found.daly_s, "training between two saves"),
-        ("best, Young", found.young_s, "the same, first order"),
-        ("best, available", found.available_s, "from save to save"),
-    ):
-        if best_s is not None:
-            yield _row(name, duration(best_s, digits=3), source)
+    if found.daly_s is not None:
+        best = duration(found.daly_s, digits=3)
+        yield _row("best, Daly", best, "training between two saves")
     if found.share is not None:
         low, high = found.share_low, found.share_high
         bounds = "" if low is None or high is None else f"; 95 %: {percent(low)} to {percent(high)}"

@@ -1,7 +1,7 @@
 """Build the documents that `--json` prints.
 
 A document is an envelope that is the same everywhere, then the fields of a result under
-the names they have in the library. `schemas` generates the JSON Schemas from the same
+the names they have in the library. `explain` generates the JSON Schemas from the same
 classes; within a major version fields are only added.
 """
 
@@ -215,7 +215,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     ),
     "node": DocumentKind(
         "ckptctl preflight --node-report",
-        ("preflight_checks.launching:NodeDocument",),
+        ("preflight_checks.launching:NodeReport",),
         is_answer=False,
     ),
 }

@@ -6,13 +6,24 @@ A page of `ckptctl/pages` for each finding code; verdicts, exit codes, the cause
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib import resources
-from typing import Annotated
+import ast
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, partial
+from importlib import import_module, resources
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from ckptctl.cli import exit_codes
+from ckptctl.cli.documents import DOCUMENTS, OBJECTS, DocumentKind, field_names
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.diagnostics.advice import CHECKS
@@ -35,14 +46,6 @@ def explain(
             "or the name of a document; without one all of them but the documents are listed.",
         ),
     ] = None,
-    site: Annotated[
-        str | None,
-        Parameter(
-            "--site URL",
-            "Where the documentation is published, as `make docs` builds it; the address of "
-            "the page is then printed as well.",
-        ),
-    ] = None,
     *,
     out: Output,
 ) -> int:
@@ -52,26 +55,15 @@ def explain(
     Schema is printed.
     """
     if name is not None and name.startswith("ckptctl."):
-        from ckptctl.cli.schemas import schema
-
         out.document(partial(schema, name))
         return 0
     pages = [page(name)] if name is not None else [*all_pages()]
-    base = (site or _published()).rstrip("/")
-    pages = [replace(page, address=f"{base}/{page.address}" if base else None) for page in pages]
     out.answer(
         document_of("explain", explained=pages),
-        lambda: index_lines(pages) if name is None else _lines(pages[0], out.out.width),
+        lambda: index_lines(pages) if name is None else page_lines(pages[0].text, out.out.width),
         bare=(page.name if name is None else page.title for page in pages),
     )
     return 0
-
-
-def _lines(page: Page, width: int | None) -> Iterator[Line]:
-    yield from page_lines(page.text, width)
-    if page.address is not None:
-        yield EMPTY
-        yield line("page of the documentation: ", StyledText(page.address, "name"), solid=True)
 
 
 _HEADINGS = {
@@ -95,40 +87,6 @@ def index_lines(pages: Sequence[Page]) -> Iterator[Line]:
     yield from next_line("ckptctl explain CODE")
 
 
-_VERDICTS = {
-    Verdict.UNSAFE: "Loading the step could run code or open a file outside it. ckptctl did "
-    "neither.",
-    Verdict.UNKNOWN: "The step could not be inspected. It may be good or bad.",
-    Verdict.CHANGED: "Files were added, removed or changed during the inspection. Try again when "
-    "nothing writes to the step.",
-    Verdict.CORRUPT: "The contents are wrong: they contradict each other or their checksums.",
-    Verdict.INCOMPLETE: "Something is missing: a file, the end of a file, or part of a tensor.",
-    Verdict.IN_PROGRESS: "The save is not finished, and a file was written recently. Try again in "
-    "a few minutes.",
-    Verdict.UNVERIFIABLE: "Nothing proves the step good or bad at the requested level.",
-    Verdict.REJECTED: "A person or a job rejected the step.",
-    Verdict.SUPERSEDED: "The step belongs to a branch of the run that was abandoned when the job "
-    "resumed from an older step.",
-    Verdict.COMPLETE: "Everything that the metadata requires is present, as far as the level "
-    "checks.",
-}
-
-
-_LOSS_VERDICTS = {
-    "discontinuous": "A counter, the data, the weights or the level of the loss is wrong, without "
-    "a harmless explanation. Stop the job, reject the step, and resume from another.",
-    "suspect": "Something differs that should not, and the logs do not show why. A person has to "
-    "decide.",
-    "inconclusive": "Nothing contradicts a correct resume, but too little was logged to confirm "
-    "it. Wait, or pass more of the logs.",
-    "no-jump": "The level of the loss did not jump. A loss curve does not show a lost optimizer, "
-    "lost RNG states, or repeated or skipped data; only steps that were logged twice do. After a "
-    "clean stop, a canary replay logs some steps twice: `ckptctl loss --canary`.",
-    "continuous": "Steps that were logged twice agree: weights, optimizer, RNG states and data "
-    "are the same as before.",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Page:
     """One thing that can be explained."""
@@ -141,8 +99,6 @@ class Page:
     """The meaning in a few words."""
     text: str
     """The page, in Markdown."""
-    address: str | None
-    """Where the documentation explains it; null where no address of the site is stated."""
 
 
 def page(name: str) -> Page:
@@ -151,11 +107,10 @@ def page(name: str) -> Page:
     Raises `UsageError` for anything else, with the names that come close.
     """
     if name in CODES:
-        address = f"ckptctl/pages/{name}.html"
-        return Page(name, "finding", CODES[name].title, _text_of(name), address)
+        return Page(name, "finding", CODES[name].title, _text_of(name))
     if name in {verdict.value for verdict in Verdict}:
         return _verdict_page(Verdict(name))
-    if name in _LOSS_VERDICTS:
+    if name in exit_codes.LOSS_VERDICTS:
         return _loss_verdict_page(name)
     if name.isascii() and name.isdigit() and int(name[:4]) in exit_codes.EXIT_CODES:
         return _exit_code_page(int(name))
@@ -182,7 +137,7 @@ def all_pages() -> Iterator[Page]:
         yield page(code)
     for verdict in Verdict:
         yield page(verdict.value)
-    for word in _LOSS_VERDICTS:
+    for word in exit_codes.LOSS_VERDICTS:
         yield page(word)
     for number in exit_codes.EXIT_CODES:
         yield page(str(number))
@@ -220,15 +175,14 @@ def _of_loss(code: str) -> str:
 def _verdict_page(verdict: Verdict) -> Page:
     codes = sorted(code for code, meaning in CODES.items() if meaning.verdict is verdict)
     exits = f"`ckptctl verify` exits with {verdict.exit_code}."
-    address = "docs/design.html#verdicts-selection-exit-codes"
-    return _page_of_verdict(verdict.value, _VERDICTS[verdict], exits, codes, address)
+    return _page_of_verdict(verdict.value, exit_codes.VERDICTS[verdict.value], exits, codes)
 
 
-def _page_of_verdict(word: str, means: str, exits: str, codes: Sequence[str], address: str) -> Page:
+def _page_of_verdict(word: str, means: str, exits: str, codes: Sequence[str]) -> Page:
     lines = [f"# {word}", "", means, "", exits]
     lines += ["", "Findings with this verdict:", ""] if codes else []
     lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
-    return Page(word, "verdict", means, "\n".join(lines), address)
+    return Page(word, "verdict", means, "\n".join(lines))
 
 
 def _loss_verdict_page(word: str) -> Page:
@@ -239,16 +193,14 @@ def _loss_verdict_page(word: str) -> Page:
     if verdict is LossVerdict.NO_JUMP:
         exits += f", with `--strict` {verdict.exit_code(strict=True)}"
     codes = [code for code, forced in FORCES.items() if forced is verdict]
-    address = "docs/loss.html#verdicts"
-    return _page_of_verdict(word, _LOSS_VERDICTS[word], f"{exits}.", codes, address)
+    return _page_of_verdict(word, exit_codes.LOSS_VERDICTS[word], f"{exits}.", codes)
 
 
 def _exit_code_page(number: int) -> Page:
     code = exit_codes.EXIT_CODES[number]
     lines = [f"# exit code {number}: {code.title}", "", code.advice]
     lines += ["", f"Retry: {code.retry}."]
-    address = "docs/reference.html#exit-codes"
-    return Page(str(number), "exit-code", code.title, "\n".join(lines), address)
+    return Page(str(number), "exit-code", code.title, "\n".join(lines))
 
 
 _CAUSES = {
@@ -267,30 +219,242 @@ def _cause_page(cause: FailureClass) -> Page:
     lines = [f"# {cause.name}: {cause.means}", "", cause.advice, ""]
     lines.append(f"A restart {_RESTARTS[cause.restart]}.")
     lines.append(f"`ckptctl classify --quiet` prints `{cause.domain.value}`.")
-    address = "docs/classify.html#what-it-answers"
-    return Page(cause.name, "cause", cause.means, "\n".join(lines), address)
+    return Page(cause.name, "cause", cause.means, "\n".join(lines))
 
 
 def _check_page(name: str) -> Page:
     check = CHECKS[name]
     lines = [f"# {name}: {check.title}", "", check.effect, "", check.fix]
-    return Page(name, "check", check.title, "\n".join(lines), "docs/job-scripts.html#the-doctor")
-
-
-def _published() -> str:
-    """The address of the documentation in `project.urls` of `pyproject.toml`; "" without one."""
-    from importlib.metadata import PackageNotFoundError, metadata
-
-    try:
-        urls = metadata("ckptctl").get_all("Project-URL", [])
-    except PackageNotFoundError:  # a source tree that is not installed
-        return ""
-    named = (url.partition(", ") for url in urls)
-    return next((url for label, _, url in named if label == "Documentation"), "")
+    return Page(name, "check", check.title, "\n".join(lines))
 
 
 def _close_to(name: str) -> list[str]:
     from difflib import get_close_matches
 
-    names = [*CODES, *(verdict.value for verdict in Verdict), *_LOSS_VERDICTS, *_CAUSES, *CHECKS]
+    names = [
+        *CODES,
+        *(verdict.value for verdict in Verdict),
+        *exit_codes.LOSS_VERDICTS,
+        *_CAUSES,
+        *CHECKS,
+    ]
     return get_close_matches(name.lower(), names, n=3)
+
+
+# The JSON Schema of a document, from the classes that hold its fields. Types become constraints,
+# and the docstring behind a field becomes its description. Lists of words (`Enum`) are open, but
+# for those in `_CLOSED`: a reader must accept words that are not among the examples, and fields
+# that the schema does not have. Files of a root are closed.
+
+
+Schema = dict[str, Any]
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+_CLOSED = frozenset(
+    {
+        "LossVerdict",
+        "Agreement",
+        "Origin",
+        "Boundary",
+        "CheckOutcome",
+        "Decision",
+        "MarkKind",
+        "Algorithm",
+    }
+)
+"""Lists of words that do not grow within a major version."""
+
+_DIGEST: Schema = {
+    "type": "string",
+    "pattern": "^[0-9a-f]{64}$",
+    "description": "SHA-256 of the document without `digest` and `hmac`: keys sorted, no spaces, "
+    "ASCII only.",
+}
+
+
+def schema(name: str) -> Schema:
+    """The JSON Schema of the documents whose field `schema` is `name`, such as `ckptctl.pick/1`.
+
+    Raises `UsageError` for a name that no document has.
+    """
+    short = name.removeprefix("ckptctl.").removesuffix("/1")
+    kind = DOCUMENTS.get(short)
+    if kind is None:
+        known = ", ".join(f"ckptctl.{short_name}/1" for short_name in DOCUMENTS)
+        raise UsageError(f"there is no document {name!r}; the documents are {known}")
+    definitions: dict[str, Schema] = {}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.title}
+    if kind.is_line:
+        (lines,) = _classes(kind)
+        return {**head, **_of(lines, definitions, signed=False), "$defs": definitions}
+    parts = [_object(holder, definitions) for holder in _classes(kind)]
+    own: dict[str, Schema] = {"schema": {"const": f"ckptctl.{short}/1"}}
+    if kind.has_digest:
+        own["digest"] = _DIGEST
+    parts = [{"properties": own, "required": list(own)}, *parts]
+    properties = {
+        key: property_schema
+        for part in parts[::-1]
+        for key, property_schema in part["properties"].items()
+    }
+    order = dict.fromkeys(key for part in parts for key in part["properties"])
+    return {
+        **head,
+        "type": "object",
+        "required": list(dict.fromkeys(key for part in parts for key in part["required"])),
+        "properties": {key: properties[key] for key in order} | own,
+        **({"additionalProperties": False} if kind.is_closed else {}),
+        "$defs": {
+            name: {**definition, "additionalProperties": False} if kind.is_closed else definition
+            for name, definition in definitions.items()
+        },
+    }
+
+
+def _classes(kind: DocumentKind) -> Iterator[Any]:
+    for place in (*(("cli.documents:Envelope",) if kind.is_answer else ()), *kind.holds):
+        module, _, name = place.partition(":")
+        yield getattr(import_module(f"ckptctl.{module}"), name)
+
+
+def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
+    properties: dict[str, Schema] = {}
+    required: list[str] = []
+    for field in _fields(kind):
+        made = _of(field.hint, definitions, signed=field.signed, pairs=field.name in OBJECTS)
+        properties[field.name] = {**made, **({"description": field.text} if field.text else {})}
+        if field.required:
+            required.append(field.name)
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool = False) -> Schema:
+    def inner(inner_hint: Any) -> Schema:
+        return _of(inner_hint, definitions, signed=signed)
+
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return inner(of[0]) | {key: value for meta in of[1:] for key, value in _limits(meta)}
+    if origin is typing.NotRequired:
+        return inner(of[0])
+    if origin in (typing.Union, types.UnionType):
+        return _either([inner(choice) for choice in of])
+    if origin is typing.Literal:
+        return {"enum": list(of)}
+    if pairs and of:
+        return {"type": "object", "additionalProperties": inner(typing.get_args(of[0])[1])}
+    if origin is tuple and of[-1] is not Ellipsis:
+        return _array(map(inner, of))
+    if origin in (tuple, list, Sequence):
+        return {"type": "array", "items": inner(of[0])}
+    if origin in (Mapping, dict):
+        values = {} if of[1] is object else {"additionalProperties": inner(of[1])}
+        return {"type": "object", **values}
+    if hint in _TYPES:
+        return {"type": _TYPES[hint], **({"minimum": 0} if hint is int and not signed else {})}
+    if issubclass(hint, Enum):
+        words = [word.value for word in hint]
+        return {"type": "string", "enum" if hint.__name__ in _CLOSED else "examples": words}
+    if issubclass(hint, tuple):
+        return _array(inner(item) for item in typing.get_type_hints(hint).values())
+    if hint.__name__ not in definitions:
+        definitions[hint.__name__] = {}  # a class that holds its own kind refers to it
+        text = _text(hint.__doc__)
+        definitions[hint.__name__] = {"description": text, **_object(hint, definitions)}
+    return {"$ref": f"#/$defs/{hint.__name__}"}
+
+
+def _limits(meta: Meta) -> Iterator[tuple[str, object]]:
+    """What is stated beside a type, as JSON Schema names it."""
+    for name, key in _LIMITS.items():
+        if (value := getattr(meta, name)) is not None:
+            yield key, value
+    yield from (meta.extra_json_schema or {}).items()
+
+
+_LIMITS = {
+    "ge": "minimum",
+    "le": "maximum",
+    "max_length": "maxLength",
+    "pattern": "pattern",
+    "description": "description",
+}
+
+
+def _array(items: Iterator[Schema]) -> Schema:
+    of = list(items)
+    return {"type": "array", "prefixItems": of, "minItems": len(of), "maxItems": len(of)}
+
+
+def _either(choices: list[Schema]) -> Schema:
+    """One of several; null is one of the types where that is equivalent."""
+    some = [choice for choice in choices if choice != {"type": "null"}]
+    if len(some) == 1 and "type" in some[0] and "enum" not in some[0]:
+        return {**some[0], "type": [some[0]["type"], "null"]}
+    return {"anyOf": choices}
+
+
+class _Field(NamedTuple):
+    name: str
+    hint: Any
+    text: str
+    required: bool = True
+    signed: bool = False
+    """Integers may be negative: it comes from a log, which may hold anything."""
+
+
+def _fields(kind: type) -> Iterator[_Field]:
+    """The fields that documents have of a class: a dataclass or a `TypedDict`."""
+    module = kind.__module__
+    names = _names_for_types(module)
+    hints = typing.get_type_hints(kind, localns=names, include_extras=True)
+    texts = _texts(module, kind.__name__)
+    required = getattr(kind, "__required_keys__", hints)
+    for name in hints if typing.is_typeddict(kind) else field_names(kind):
+        signed = module.startswith(("ckptctl.logs.", "ckptctl.loss.")) and not name.startswith("n_")
+        if name in hints:
+            yield _Field(name, hints[name], texts.get(name, ""), name in required, signed)
+        else:
+            get = getattr(kind, name).fget
+            hint = typing.get_type_hints(get, localns=names, include_extras=True)["return"]
+            yield _Field(name, hint, _text(get.__doc__), signed=signed)
+
+
+def _text(docstring: str | None) -> str:
+    """The first paragraph of a docstring on one line."""
+    return " ".join((docstring or "").partition("\n\n")[0].split())
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _texts(module: str, name: str) -> Mapping[str, str]:
+    """The docstring behind each field of a class, and of its bases in the same module."""
+    classes = {node.name: node for node in _tree(module).body if isinstance(node, ast.ClassDef)}
+    kind = classes[name]
+    bases = [base.id for base in kind.bases if isinstance(base, ast.Name) and base.id in classes]
+    return {key: text for base in bases for key, text in _texts(module, base).items()} | {
+        field.target.id: _text(str(text.value.value))
+        for field, text in pairwise(kind.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+def _names_for_types(module: str) -> Mapping[str, object]:
+    """What a module imports for type checkers alone."""
+    names: dict[str, object] = {}
+    for node in _tree(module).body:
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            continue
+        for statement in node.body:
+            if isinstance(statement, ast.ImportFrom) and statement.module:
+                with suppress(ImportError):  # `_typeshed` exists for type checkers only
+                    found = import_module(statement.module)
+                    names |= {alias.name: getattr(found, alias.name) for alias in statement.names}
+    return names

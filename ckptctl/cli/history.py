@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.options import HtmlOpt, MetricsOpt
+from ckptctl.cli.options import MetricsOpt
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import glyph
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, padded
@@ -39,7 +39,6 @@ def history(
         ),
     ] = None,
     metrics: MetricsOpt = None,
-    html: HtmlOpt = None,
     *,
     storage: StorageOptions,
     out: Output,
@@ -55,8 +54,6 @@ def history(
         from ckptctl.cli.metrics import history_samples, write_metrics
 
         write_metrics(metrics, history_samples(found))
-    if html is not None:
-        _write_html(html, found)
     share = found.goodput.goodput
     out.answer(
         document_of("history", found),
@@ -268,15 +265,3 @@ def attempt_end(attempt: PastAttempt) -> Iterator[StyledText]:
         yield StyledText(f" ({listed(at_fault)})")
     if attempt.failed and attempt.decision:
         yield StyledText(f", {attempt.decision}")
-
-
-def _write_html(path: str, found: RunHistory) -> None:
-    """Write what the terminal shows as one HTML page."""
-    from ckptctl.cli.html_pages import as_block, write_page
-
-    _, *lines = history_lines(found, _PAGE_WIDTH, unicode=True)
-    block = as_block(lines, _PAGE_WIDTH)
-    write_page(path, "History of runs", found.message, "strong", [block])
-
-
-_PAGE_WIDTH = 100

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
 import ckptctl
-from ckptctl.cli.loss_rendering import canary_lines, loss_lines, write_html
-from ckptctl.cli.options import HtmlOpt
 from ckptctl.cli.output import Output, document_of
-from ckptctl.cli.rendering import line
+from ckptctl.cli.rendering import (
+    EMPTY,
+    Line,
+    StyledText,
+    finding_lines,
+    line,
+    next_line,
+    padded,
+    section,
+)
 from ckptctl.errors import CkptctlError, OptionError, UsageError
-from ckptctl.formatting import command_line, counted, duration, verb
+from ckptctl.findings import Finding
+from ckptctl.formatting import command_line, counted, duration, listed, verb
 from ckptctl.logs.reading import LogFormat
+from ckptctl.logs.rows import Number
+from ckptctl.loss.checking import LossReport
+from ckptctl.loss.evidence import FaultState
 from ckptctl.loss.following import FollowOptions, follow_loss
+from ckptctl.loss.level import share, signed
 from ckptctl.loss.plots import check_plot, write_plot
-from ckptctl.loss.resumes import LedgerAnswer, NamedCheckpoint
+from ckptctl.loss.replay import Replayed
+from ckptctl.loss.resumes import LedgerAnswer, LoggedResume, NamedCheckpoint
 from ckptctl.loss.speed import Pace
-from ckptctl.loss.verdict import LossVerdict
+from ckptctl.loss.verdict import Assessment, LossVerdict
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.storage.logs import STDIN
 from ckptctl.storage.opening import local_path, parent_url
+from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl loss train.log",
@@ -41,9 +55,6 @@ def loss(
             "Training logs in the order of time: files, folders, URLs, or - for standard input.",
         ),
     ] = None,
-    log: Annotated[
-        list[str] | None, Parameter("--log FILE", "One more log, after those named as LOG.")
-    ] = None,
     resume_from: Annotated[
         str | None,
         Parameter(
@@ -59,42 +70,6 @@ def loss(
             "The training step that the checkpoint holds: that of its train state, which "
             "the number in a name need not be. The log must begin after it.",
             min=0,
-        ),
-    ] = None,
-    resume_tokens: Annotated[
-        int | None,
-        Parameter(
-            "--resume-tokens N",
-            "The token count of the checkpoint at that step.",
-            min=0,
-            common=False,
-        ),
-    ] = None,
-    resume_samples: Annotated[
-        int | None,
-        Parameter(
-            "--resume-samples N",
-            "The sample count of the checkpoint at that step.",
-            min=0,
-            common=False,
-        ),
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        Parameter(
-            "--world-size N",
-            "The ranks of the resumed job; with --saved-world-size, the speed is scaled.",
-            min=1,
-            common=False,
-        ),
-    ] = None,
-    saved_world_size: Annotated[
-        int | None,
-        Parameter(
-            "--saved-world-size N",
-            "The ranks of the job that saved the checkpoint.",
-            min=1,
-            common=False,
         ),
     ] = None,
     resume_report: Annotated[
@@ -145,11 +120,10 @@ def loss(
         str | None,
         Parameter(
             "--plot FILE",
-            "Also write the plot to a file: .svg; .html is the page of --html. A file that is not "
-            "a plot of ckptctl is not overwritten.",
+            "Also draw the loss around the resume, to a file: .svg. A file that is not a plot of "
+            "ckptctl is not overwritten.",
         ),
     ] = None,
-    html: HtmlOpt = None,
     canary: Annotated[
         bool,
         Parameter(
@@ -223,7 +197,7 @@ def loss(
     counters, then the level of the loss. The verdict continuous requires steps that were
     logged twice. --quiet prints only the verdict.
     """
-    paths = [*(logs or ()), *(log or ())]
+    paths = logs or []
     if canary and not paths:
         out.lines(canary_lines())
         return 0
@@ -232,14 +206,10 @@ def loss(
         raise OptionError(
             "--print-verdict", ", --print-throughput and --print-suspect exclude each other"
         )
-    if plot is not None and plot.lower().endswith(".html"):
-        html, plot = html or plot, None
     if plot is not None:
         check_plot(plot)
     keys = _keys(key or ())
-    checkpoint = NamedCheckpoint(
-        resume_step, resume_tokens, resume_samples, resume_report, world_size, saved_world_size
-    )
+    checkpoint = NamedCheckpoint(step=resume_step, report=resume_report)
     if resume_from is not None:
         checkpoint = _read_from(resume_from, checkpoint, storage)
         if checkpoint.step is None:
@@ -266,8 +236,6 @@ def loss(
             paths[:-1] if canary else paths,
             resume_step=checkpoint.step,
             resume_tokens=checkpoint.tokens,
-            resume_samples=checkpoint.samples,
-            world_size=checkpoint.world_size,
             saved_world_size=checkpoint.saved_world_size,
             report=checkpoint.report,
             resume=_which(resume),
@@ -280,8 +248,6 @@ def loss(
             ledger=ledger,
             storage=storage,
         )
-    if html is not None:
-        write_html(html, report, out.completed)
     if plot is not None and not write_plot(report, plot) and out.talks:
         out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
     if follow and out.as_json:
@@ -294,12 +260,9 @@ def loss(
         found = report.suspect
         bare = () if found is None else (f"{found.first} {found.last}",)
     bare_only = print_throughput or print_suspect or print_verdict
-    # The chart answers another question than those of the other two.
-    channel = out.err if print_verdict else out.out
-    width = None if print_throughput or print_suspect else channel.picture_width
     out.answer(
         document_of("loss", report),
-        lambda: loss_lines(report, width=width, unicode=out.out.unicode),
+        lambda: loss_lines(report, unicode=out.out.unicode),
         bare=bare,
         bare_only=bare_only,
     )
@@ -328,14 +291,14 @@ def _read_from(step: str, given: NamedCheckpoint, storage: StorageOptions) -> Na
             f"{step} is no step that can be read: it holds no tensor and no train state",
             next_command=command_line("verify", step),
         )
-    if given.saved_world_size is None and (saved := contents.world_size) is not None:
-        given = replace(given, saved_world_size=None if saved.at_least else saved.size)
+    if (saved := contents.world_size) is not None and not saved.at_least:
+        given = replace(given, saved_world_size=saved.size)
     if given.step is not None or contents.train_step is None:
         return given
     return replace(
         given,
         step=contents.train_step,
-        tokens=contents.state.tokens.value if given.tokens is None else given.tokens,
+        tokens=contents.state.tokens.value,
         report=given.report or parent_url(contents.url),
     )
 
@@ -445,3 +408,220 @@ def _keys(given: list[str] | tuple[str, ...]) -> dict[str, str] | None:
             )
         keys[field] = name
     return keys or None
+
+
+# What is printed
+
+
+STYLES: Mapping[LossVerdict, Style] = {
+    LossVerdict.DISCONTINUOUS: "bad",
+    LossVerdict.SUSPECT: "warn",
+    LossVerdict.INCONCLUSIVE: "warn",
+    LossVerdict.NO_JUMP: "good",
+    LossVerdict.CONTINUOUS: "good",
+}
+_SOURCES = {
+    "report": "from the resume report",
+    "log": "from the log",
+    "asked": "as named here",
+}
+_MAX_ROWS = 10
+_TITLES = ("step", "before", "after", "difference", "lr", "gradient norm", "tokens")
+
+
+def loss_lines(report: LossReport, *, unicode: bool) -> list[Line]:
+    """The verdict, the resume, the steps logged twice, the level, the faults."""
+    arrow = "→" if unicode else "->"
+    lines = [
+        line(
+            StyledText(report.verdict.value, STYLES[report.verdict]), f": {report.message}", hang=2
+        ),
+        EMPTY,
+    ]
+    for assessment in report.assessments:
+        lines += _resume_lines(assessment, several=len(report.assessments) > 1)
+    lines += section(_recomputed_lines(report, arrow))
+    worst = report.worst
+    if worst is not None:
+        lines += section(_replay_lines(worst, arrow, several=len(report.assessments) > 1))
+        lines += section(_level_lines(worst))
+    lines += section(finding_lines(_every_finding(report)))
+    lines += section(_fault_lines(report))
+    lines += section(_missing_lines(report))
+    for command in report.next_commands:
+        lines += next_line(command)
+    return lines
+
+
+def _recomputed_lines(report: LossReport, arrow: str) -> Iterator[Line]:
+    """The order of the logs, the work that is repeated, and the speed of the resumed job."""
+    if report.order:
+        yield line(f"  {report.order}", hang=4)
+    if report.recomputed is not None:
+        yield line(f"  recomputed: {report.recomputed.message}", hang=4)
+    worst = report.worst
+    if worst is not None and worst.throughput.pace is not Pace.UNKNOWN:
+        pace = worst.throughput
+        style: Style = "warn" if pace.pace is Pace.SLOWER else ""
+        change = " (too few rows after the resume for a comparison)"
+        if pace.is_known:
+            change = f" ({pace.name} {pace.before:,.4g} {arrow} {pace.after:,.4g})"
+        yield line("  speed after the resume: ", StyledText(pace.pace.value, style), change, hang=4)
+
+
+def _every_finding(report: LossReport) -> tuple[Finding, ...]:
+    """All findings, without the position of the first row: it is printed above already."""
+    worst = report.worst
+    if worst is None:
+        return report.findings
+    position = str(worst.resume.position)
+    own = (
+        replace(finding, where="") if finding.where == position else finding
+        for finding in worst.findings
+    )
+    return (*own, *report.findings)
+
+
+def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
+    resume = assessment.resume
+    if several:
+        word = StyledText(assessment.verdict.value, STYLES[assessment.verdict])
+        yield line(f"resume {resume.number}: ", word, f": {assessment.message}", hang=2)
+    yield line(f"  {_resume_point_text(resume)}", hang=4)
+    yield line(f"  first row after the resume: {resume.position}", solid=True)
+    if resume.marker is not None and resume.marker.text:
+        yield line(f"  line in the log: {resume.marker.text.strip()}", hang=4)
+    yield EMPTY
+
+
+def _resume_point_text(resume: LoggedResume) -> str:
+    first = f"step {resume.first_step:,} is the first after the resume"
+    if resume.resume_point is None:
+        return f"{first}; the step of the checkpoint is unknown"
+    source = _SOURCES[resume.resume_point.source]
+    return f"resumed after step {resume.resume_point.step:,} ({source}); {first}"
+
+
+def _replay_lines(assessment: Assessment, arrow: str, *, several: bool) -> Iterator[Line]:
+    """The table of the steps that were logged twice."""
+    rows = assessment.replay.rows
+    if not rows:
+        return
+    whose = f"resume {assessment.resume.number}: " if several else ""
+    yield line(StyledText(f"{whose}{counted(len(rows), 'step')} logged twice", "strong"))
+    cells: list[tuple[str, ...]] = [_TITLES]
+    cells += [_cells(row, arrow) for row in rows[:_MAX_ROWS]]
+    shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
+    widths = {i: max(len(row[i]) for row in cells) for i in shown}
+    for number, row in enumerate(cells):
+        style: Style = "strong" if number == 0 else ""
+        spans = [padded(f"  {row[i]}", widths[i] + 2, style, right=True) for i in shown]
+        yield line(*spans, solid=True)
+    if len(rows) > _MAX_ROWS:
+        yield line(f"  and {len(rows) - _MAX_ROWS} more (all of them with --json)", hang=2)
+    left_out = assessment.replay.not_compared
+    if left_out:
+        steps = listed([str(step) for step in left_out[:5]])
+        yield line(
+            f"  not compared: {counted(len(left_out), 'step')} whose rows are means over different "
+            f"numbers of steps ({steps})",
+            hang=4,
+        )
+
+
+def _cells(row: Replayed, arrow: str) -> tuple[str, ...]:
+    before, after = row.before, row.after
+    return (
+        str(row.step),
+        _printed(before.loss),
+        _printed(after.loss),
+        f"{100 * row.difference:+.4f} %",
+        _both(before.lr, after.lr, arrow),
+        _both(before.grad_norm, after.grad_norm, arrow),
+        _both(before.tokens, after.tokens, arrow),
+    )
+
+
+def _both(a: Number | None, b: Number | None, arrow: str) -> str:
+    if a is None or b is None:
+        return "-"
+    same = abs(a.value - b.value) <= max(a.quantum, b.quantum)
+    return _short(b) if same else f"{_short(a)} {arrow} {_short(b)}"
+
+
+def _short(number: Number) -> str:
+    whole = number.value == int(number.value) and abs(number.value) < 1e15
+    return f"{number.value:,.0f}" if whole else f"{number.value:.4g}"
+
+
+def _printed(number: Number | None) -> str:
+    """A loss with as many decimals as the log prints, of a double the first seven digits."""
+    if number is None:
+        return "-"
+    if 1e-12 <= number.quantum < 1:
+        return f"{number.value:.{len(f'{number.quantum:.12f}'.rstrip('0')) - 2}f}"
+    return f"{number.value:.7g}"
+
+
+def _level_lines(assessment: Assessment) -> Iterator[Line]:
+    level, replay = assessment.level, assessment.replay
+    if replay.rows:
+        yield line(
+            f"  median difference {share(replay.median)}, largest {share(replay.most)}; printing "
+            f"rounds by {share(replay.rounding)}, and batches differ by {share(replay.noise)}",
+            hang=4,
+        )
+    if not level.shifts:
+        return
+    shifts = ", ".join(
+        f"{signed(shift.found)} over {shift.n_rows} rows (limit {signed(shift.threshold)})"
+        for shift in level.shifts
+    )
+    yield line(f"  median loss compared with the 20 rows before: {shifts}", hang=4)
+    if level.smallest_jump is not None:
+        yield line(f"  a jump below {share(level.smallest_jump)} would not be detected", hang=4)
+
+
+_FAULT_TITLES = (
+    (FaultState.EXCLUDED, "excluded faults"),
+    (FaultState.OPEN, "faults not excluded"),
+)
+"""A fault that was found is among the findings."""
+
+
+def _fault_lines(report: LossReport) -> Iterator[Line]:
+    for state, title in _FAULT_TITLES:
+        chosen = [fault for fault in report.faults if fault.state is state]
+        if chosen:
+            yield line(StyledText(title, "strong"))
+        for fault in chosen:
+            yield line(f"  {fault.name}: {fault.why}", hang=4)
+
+
+def _missing_lines(report: LossReport) -> Iterator[Line]:
+    if report.missing:
+        yield line(StyledText("the log lacks", "strong"))
+    for gap in report.missing:
+        yield line(f"  {gap.what}: {gap.remedy}", hang=4)
+
+
+_CANARY = (
+    "After a clean stop no step was logged twice, and the curve alone does not show a lost",
+    "optimizer, lost random numbers, or data that is repeated or skipped. A canary does:",
+    "",
+    "1. Resume from the step before the newest one, in a separate job with its own log folder",
+    "   and without saving. It needs 5 to 10 steps that the log of the run holds already.",
+    '   With ckptctl.train: Checkpointer.resume("auto", replay=5), up to Start.last.',
+    "2. Log every step, with five significant digits or more.",
+    "3. Compare: the log of the run first, the log of the canary last.",
+    "",
+    "     ckptctl loss --canary train.log canary.log",
+    "",
+    "The verdict is continuous only where these steps agree. The job then resumes from the newest",
+    "step, which the same code saves and reads; check it with ckptctl verify STEP --level content.",
+)
+
+
+def canary_lines() -> list[Line]:
+    """What a canary is, and how to make one."""
+    return [line(text) if text else EMPTY for text in _CANARY]

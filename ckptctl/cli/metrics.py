@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.cli.output import replace_text
-from ckptctl.findings import Report, Severity, Verdict
+from ckptctl.findings import Verdict
 
 if TYPE_CHECKING:
     from ckptctl.goodput.history import RunHistory
@@ -44,13 +44,6 @@ _FAMILIES: Mapping[str, str] = {
     "ckptctl_root_chosen_step": "Number of the step that pick takes.",
     "ckptctl_root_chosen_written_timestamp_seconds": "When the step that pick takes was written.",
     "ckptctl_root_inspected_timestamp_seconds": "When the root was inspected.",
-    "ckptctl_step_usable": "Whether a job may resume from the step.",
-    "ckptctl_step_exit_code": "Exit code of verify.",
-    "ckptctl_step_findings": "Findings, by severity.",
-    "ckptctl_step_size_bytes": "Size of the files of the step.",
-    "ckptctl_step_verified_bytes": "Bytes that match their checksums.",
-    "ckptctl_step_written_timestamp_seconds": "When the step was written.",
-    "ckptctl_step_inspected_timestamp_seconds": "When the step was inspected.",
     "ckptctl_watch_events_total": "Steps that watch reported, by event.",
     "ckptctl_watch_newest_step": "Number of the newest such step.",
     "ckptctl_watch_listed_timestamp_seconds": "When the root last answered, and its due steps "
@@ -93,20 +86,6 @@ def history_samples(found: RunHistory) -> Iterator[Sample]:
     for root in found.roots:
         for name, labels, value in _values(root.goodput):
             yield Sample(name, {"root": root.root, **labels}, value)
-
-
-def step_samples(report: Report) -> Iterator[Sample]:
-    """What `verify` found of a step."""
-    step = {"step": report.url}
-    yield Sample("ckptctl_step_usable", step, float(report.usable))
-    yield Sample("ckptctl_step_exit_code", step, report.exit_code)
-    for severity in Severity:
-        n_found = float(len(report.with_severity(severity)))
-        yield Sample("ckptctl_step_findings", {**step, "severity": severity.value}, n_found)
-    yield Sample("ckptctl_step_size_bytes", step, report.n_bytes)
-    yield Sample("ckptctl_step_verified_bytes", step, report.bytes_proven)
-    yield Sample("ckptctl_step_written_timestamp_seconds", step, report.written_s)
-    yield Sample("ckptctl_step_inspected_timestamp_seconds", step, round(time.time()))
 
 
 def root_samples(found: Scan) -> Iterator[Sample]:

@@ -7,11 +7,12 @@ except those in `COMMAND_LINE_ONLY`.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import shlex
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from functools import cache, partial
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -120,7 +121,7 @@ OnlyOpt = Annotated[
     str | None, Parameter("--only KIND", "Keep only this kind of train state: model.")
 ]
 MemoryOpt = Annotated[
-    str,
+    int,
     Parameter(
         "--memory SIZE", "How much memory to use at most, whatever the size of the step: 256M, 1G."
     ),
@@ -131,14 +132,6 @@ JobsOpt = Annotated[
 ]
 AcceptAsItIsOpt = Annotated[
     bool, Parameter("--accept-unverifiable", "Accept a step that cannot be proven good.")
-]
-HtmlOpt = Annotated[
-    str | None,
-    Parameter(
-        "--html FILE",
-        "Also write the answer to FILE, a name in .html, as one self-contained HTML page.",
-        common=False,
-    ),
 ]
 MetricsOpt = Annotated[
     str | None,
@@ -161,9 +154,9 @@ AlarmAfterOpt = Annotated[
 NotifyOpt = Annotated[
     str | None,
     Parameter(
-        "--notify COMMAND|URL",
-        "Run COMMAND with the JSON document of what went wrong on standard input, or POST it "
-        "to URL; a command is split into words, and no shell runs it.",
+        "--notify COMMAND",
+        "Run COMMAND with the JSON document of what went wrong on standard input; it is split "
+        "into words, and no shell runs it.",
         common=False,
     ),
 ]
@@ -260,10 +253,8 @@ def seal_key(key_file: str | None) -> bytes | None:
     if key_file is None:
         key = os.environb.get(SEAL_KEY.encode(), b"")
     else:
-        from ckptctl.cli.key_files import MAX_BYTES, read_key_file
-
-        key = read_key_file(key_file)
-        if not key.strip() or len(key) > MAX_BYTES:
+        key = _read_key_file(key_file)
+        if not key.strip() or len(key) > _MAX_KEY_BYTES:
             raise UsageError(
                 f"the key file {key_file} has {'no key' if not key.strip() else 'more than a key'}"
                 " in it",
@@ -272,6 +263,87 @@ def seal_key(key_file: str | None) -> bytes | None:
     key = key.rstrip(b"\r\n")
     hide(key)
     return key or None
+
+
+# The file with the key of seals
+
+_MAX_KEY_BYTES = 4096
+
+
+def _read_key_file(path: str) -> bytes:
+    """The first bytes of a key file, one more than a key may have.
+
+    A key that others know proves nothing. Accepted is a file of the caller or of root that only its
+    owner can read; a file of root may also be readable by one of the caller's own groups, as the
+    secrets are that Kubernetes mounts with an `fsGroup` (0440, behind the links of `..data`). The
+    file is opened once, and what is read is what was checked. Raises `UsageError` where it cannot
+    be read, or others can read it, write it, or put another one in its place.
+    """
+    try:
+        about = os.stat(path)
+        if not (stat.S_ISREG(about.st_mode) or stat.S_ISFIFO(about.st_mode)):
+            raise UsageError(f"the key file {path} is no regular file")
+        _check_key_file(
+            path, about
+        )  # before it is opened: the pipe of another user would never end
+        with open(path, "rb") as file:
+            _check_key_file(path, os.fstat(file.fileno()))
+            return file.read(_MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"the key file {path}: {error.strerror}") from error
+
+
+def _check_key_file(path: str, about: os.stat_result) -> None:
+    why = next(_weaknesses(path, about), None)
+    if why is not None:
+        raise UsageError(
+            f"the key file {path} {why}; a key that others know, or can replace, proves nothing",
+            next_command=f"chmod 600 {shlex.quote(path)}",
+        )
+
+
+def _weaknesses(path: str, about: os.stat_result) -> Iterator[str]:
+    own, mode = (os.geteuid(), 0), stat.S_IMODE(about.st_mode)
+    if about.st_uid not in own:
+        yield f"belongs to the user {about.st_uid}, and neither to you nor to root"
+    if mode & 0o022:
+        yield f"can be written by others (mode {mode:04o})"
+    if mode & 0o007:
+        yield f"can be read by others (mode {mode:04o})"
+    own_group = about.st_gid in (os.getegid(), *os.getgroups())
+    if mode & 0o070 and not (about.st_uid == 0 and own_group):
+        yield f"can be read by its group (mode {mode:04o})"
+    if stat.S_ISFIFO(about.st_mode):
+        return  # such as `<(command)`: it has no name that others could take
+    link = os.lstat(path)
+    if link.st_uid not in own:
+        yield f"is a link of the user {link.st_uid}"
+    for folder in {os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))}:
+        above = os.stat(folder)
+        if above.st_uid not in own:
+            yield f"is in a folder of the user {above.st_uid} ({folder})"
+        by_others = above.st_mode & 0o002
+        by_group = above.st_mode & 0o020 and not _is_private_group(above.st_gid)
+        # With the sticky bit, only the owner of a file can replace it.
+        if (by_others or by_group) and not above.st_mode & stat.S_ISVTX:
+            mode = stat.S_IMODE(above.st_mode)
+            yield f"is in a folder that others can write ({folder}, mode {mode:04o})"
+
+
+def _is_private_group(group: int) -> bool:
+    """Whether a group has only this user, as distributions create one for each."""
+    import grp
+    import pwd
+
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    is_own = found.gr_name == user.pw_name and user.pw_gid == group
+    return is_own and not {*found.gr_mem} - {user.pw_name}
+
+
+# Values
 
 
 def parts(given: Sequence[str] | None) -> list[str]:
@@ -290,23 +362,13 @@ def parse_counts(
     return tuple(dict.fromkeys(map(int, words)))
 
 
-def parse_world_sizes(given: Sequence[str] | None) -> tuple[int, ...]:
-    """The numbers of ranks in `--world-sizes`."""
-    return parse_counts(given, "--world-sizes", "numbers of ranks", "64,56,48")
-
-
-def parse_exit_codes(given: Sequence[str] | None) -> tuple[int, ...]:
-    """The exit codes in `--no-restart-on`."""
-    name, what = "--no-restart-on", "exit codes from 0 to 255"
+def parse_exit_codes(given: Sequence[str] | None, name: str) -> tuple[int, ...]:
+    """The exit codes in an option."""
+    what = "exit codes from 0 to 255"
     codes = parse_counts(given, name, what, "1,137")
     if any(code > 255 for code in codes):
         raise OptionError(name, f"takes {what}, not {max(codes)}", instead=f"{name} 1,137")
     return codes
-
-
-def parse_steps(given: Sequence[str] | None) -> tuple[int, ...]:
-    """The step numbers in `--skip`."""
-    return parse_counts(given, "--skip", "step numbers", "1400,1600")
 
 
 _LONGEST_S = 100 * 365 * 86400.0
@@ -314,7 +376,7 @@ _LONGEST_S = 100 * 365 * 86400.0
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-def parse_duration(text: str | None, name: str = "--deadline") -> float | None:
+def parse_duration(text: str | None, name: str) -> float | None:
     """The seconds in an option that is a time: `90`, `120s`, `5m`, `1.5h`, `2d`."""
     if text is None:
         return None
@@ -338,8 +400,10 @@ def _time_text(seconds: float) -> str:
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def parse_size(name: str, text: str) -> int:
+def parse_size(name: str, text: str | None) -> int | None:
     """The bytes in an option: `268435456`, `256M`, `1.5G`, `256MiB`."""
+    if text is None:
+        return None
     number = text.strip().upper().removesuffix("IB").removesuffix("B")
     unit = number[-1:] if number[-1:] in _SIZES else ""
     digits = number.removesuffix(unit).strip()
@@ -347,9 +411,7 @@ def parse_size(name: str, text: str) -> int:
         n_bytes = float(digits) * _SIZES[unit]
         if n_bytes < 1 << 63:
             return int(n_bytes)
-    raise OptionError(
-        f"--{name}", f"is a size like 256M or 1.5G, not {text!r}", instead=f"--{name} 1G"
-    )
+    raise OptionError(name, f"is a size like 256M or 1.5G, not {text!r}", instead=f"{name} 1G")
 
 
 def only_model(only: str | None) -> bool:
@@ -359,23 +421,29 @@ def only_model(only: str | None) -> bool:
     return only is not None
 
 
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "--allow-globals": parts,
-    **{
-        name: partial(parse_duration, name=name)
-        for name in ("--backoff", "--deadline", "--hang-after", "--patience")
-    },
-    "--ignore": parts,
-    "--key-file": seal_key,
-    "--no-restart-on": parse_exit_codes,
-    "--nodes": parts,
-    "--other-nodes": parts,
-    "--require": parts,
-    "--skip": parse_steps,
-    "--storage-option": parse_storage_options,
-    "--world-sizes": parse_world_sizes,
-}
-"""What makes the value of a field from the text of its option, or from all of its texts."""
+def _reader(spec: str) -> Callable[[Any], Any] | None:
+    """What makes the value of a parameter from its text, or from all of its texts."""
+    name, _, metavar = spec.partition(" ")
+    match metavar:
+        case "TIME":
+            return partial(parse_duration, name=name)
+        case "SIZE":
+            return partial(parse_size, name)
+        case "NAME,..." | "PATTERN,..." | "NODE,..." | "KIND,...":
+            return parts
+        case "N,...":
+            return partial(parse_counts, name=name, what="numbers of ranks", instead="64,56,48")
+        case "STEP,...":
+            return partial(parse_counts, name=name, what="step numbers", instead="1400,1600")
+        case "CODE,...":
+            return partial(parse_exit_codes, name=name)
+        case "KEY=VALUE":
+            return parse_storage_options
+    return seal_key if name == "--key-file" else None
+
+
+_PATHS = frozenset({"A", "B", "DIR", "DST", "FILE", "LOG", "PATH", "ROOT", "SRC", "STEP", "TARGET"})
+"""What help calls a value that is a path or an address."""
 
 
 class Option(NamedTuple):
@@ -387,14 +455,35 @@ class Option(NamedTuple):
     default: Any
     declared: Parameter
     shown: str = ""
-    """The default as help shows it, where the value is read from a text."""
+    """The default as help shows it, where the value is made of a text."""
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The type, and those of which it is a union."""
+        return (self.kind, *get_args(self.kind))
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may be given several times."""
+        return list[str] in self.kinds
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it has no value."""
+        return bool in self.kinds
+
+    @property
+    def is_path(self) -> bool:
+        """Whether a value is a path or an address."""
+        metavar = self.declared.spec.split()[-1].removesuffix("...")
+        return metavar in _PATHS and (str in self.kinds or self.is_list)
 
     def value(self, given: Any) -> Any:
         """The value of the field; None where its default holds."""
-        read = _READ.get(self.declared.spec.split()[0])
+        read = _reader(self.declared.spec)
         if read is not None:
             return read(given)
-        return tuple(given) if isinstance(given, list) else given
+        return tuple(given) if self.field and isinstance(given, list) else given
 
 
 @cache
@@ -402,27 +491,35 @@ def options_of(kind: type) -> tuple[Option, ...]:
     """The options that set the fields of an options object, in the order of the fields."""
     hints = get_type_hints(kind, include_extras=True)
     options = []
-    for field in dataclasses.fields(kind):
+    for field in fields(kind):
         declared = next(iter(getattr(hints[field.name], "__metadata__", ())), None)
-        if declared is None:
-            continue
-        plain = hints[field.name].__origin__
-        option = declared.spec.split()[0]
-        typed: Any
-        types = {get_origin(kind) for kind in (plain, *get_args(plain))}
-        is_required = field.default is dataclasses.MISSING
-        shown = ""
-        if types & {Collection, Mapping, Sequence}:
-            typed, default = (list[str], None) if is_required else (list[str] | None, None)
-        elif option in _READ:
-            typed, default = str | None, None
-            shown = _time_text(field.default) if isinstance(field.default, float) else ""
-        else:
-            typed, default = plain, field.default
-        if is_required:
-            default = inspect.Parameter.empty
-        options.append(Option(parameter_name(option), field.name, typed, default, declared, shown))
+        if declared is not None:
+            name = parameter_name(declared.spec.split()[0])
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            options.append(
+                typed_option(name, field.name, hints[field.name].__origin__, default, declared)
+            )
     return tuple(options)
+
+
+def typed_option(name: str, field: str, kind: Any, default: Any, declared: Parameter) -> Option:
+    """The parameter as typer reads it: what is made of texts later is a text, or a list of them."""
+    shown = ""
+    is_required = default is inspect.Parameter.empty
+    if {get_origin(part) for part in (kind, *get_args(kind))} & {Collection, Mapping, Sequence}:
+        kind = list[str] if is_required else list[str] | None
+        default = default if is_required else None
+    elif _reader(declared.spec) is not None and list[str] not in (kind, *get_args(kind)):
+        shown = _shown(default)
+        kind, default = str | None, None
+    return Option(name, field, kind, default, declared, shown)
+
+
+def _shown(default: Any) -> str:
+    """A time or a size as a caller writes it."""
+    if isinstance(default, float):
+        return _time_text(default)
+    return f"{default >> 20}M" if isinstance(default, int) else ""
 
 
 OfStep = Annotated[

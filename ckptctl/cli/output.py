@@ -444,7 +444,6 @@ def replace_text(path: str, text: str, what: str = "the report") -> None:
     replace_file(path, redacted(text).encode("utf-8", "backslashreplace"), what)
 
 
-_ENDINGS: Mapping[str, tuple[str, ...]] = {"--html": (".html", ".htm")}
 _BEGINNINGS: Mapping[str, tuple[str, bytes]] = {
     "--metrics": ("metrics", rb"# HELP ckptctl_"),
     "--report": ("a document", rb'\{\s*"schema": "ckptctl\.'),
@@ -456,19 +455,9 @@ _BEGINNINGS: Mapping[str, tuple[str, bytes]] = {
 def check_output_file(option: str, path: str) -> None:
     """Raise `UsageError` where the FILE of an option is one that ckptctl did not write.
 
-    A page is known by the ending of its name, anything else by the first bytes of the file: a
-    list of nodes has nothing but names. An empty file, a pipe and a device may be written. Cost:
-    one read.
+    It is known by the first bytes of the file: a list of nodes has nothing but names. An empty
+    file, a pipe and a device may be written. Cost: one read.
     """
-    endings = _ENDINGS.get(option)
-    if endings is not None:
-        if not path.lower().endswith(endings):
-            raise OptionError(
-                option,
-                f"{path!r}: the name of a page ends in {' or '.join(endings)}",
-                instead=f"{option} page.html",
-            )
-        return
     what, beginning = _BEGINNINGS[option]
     if not path:
         raise OptionError(option, "has an empty name of a file")

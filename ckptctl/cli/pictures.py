@@ -1,14 +1,14 @@
-"""Draw long lists as one line of symbols.
+"""Draw claims, steps and ranks as symbols.
 
-A strip of steps for `scan`, a map of ranks for `verify`: one glyph each, or the
-worst of several where there is no room. A glyph has the meaning of its colour, so
-nothing is lost without colour; ASCII replaces it where the terminal supports nothing else.
+In the map of ranks a glyph stands for one rank, or for the worst of several where there is no
+room. A glyph has the meaning of its colour, so nothing is lost without colour; ASCII replaces it
+where the terminal supports nothing else.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.cli.rendering import Line, StyledText, line
@@ -120,47 +120,6 @@ def claims_legend(*, unicode: bool) -> str:
 def step_mark(state: str, *, unicode: bool) -> StyledText:
     """The glyph of a state of a step, in its colour."""
     return glyph(STEP_MARKS[state], unicode)
-
-
-def strip_of_steps(
-    reports: Sequence[Report],
-    chosen: str | None,
-    passed_over: Collection[str],
-    width: int,
-    *,
-    unicode: bool,
-) -> list[Line]:
-    """A row of glyphs, oldest step to newest, with an arrow under the chosen one.
-
-    `reports` are newest first, `passed_over` the addresses of those that `pick` refused.
-    One cell stands for several steps where there are more steps than cells: the cells are
-    then filled from the newest end, and each shows the worst of its steps.
-    """
-    if len(reports) < 2:
-        return []
-    at = next((i for i, report in enumerate(reports) if report.url == chosen), None)
-    states = [step_state(report, passed_over=report.url in passed_over) for report in reports]
-    per_cell = -(-len(reports) // max(1, width - 2))
-    newest_first = [states[i : i + per_cell] for i in range(0, len(states), per_cell)]
-    cells = [glyph(_worst(cell, STEP_MARKS), unicode) for cell in reversed(newest_first)]
-    first, last = reports[-1], reports[0]
-    title = f"steps {first.number} to {last.number}, oldest to newest"
-    if per_cell > 1:
-        title += f"; {per_cell} to a glyph, the worst shows"
-    lines = [line(title), line("  ", *cells, solid=True)]
-    if at is not None:
-        lines.append(_arrow(len(cells) - 1 - at // per_cell, "pick", unicode))
-    return [*lines, _legend(Counter(states), STEP_MARKS, unicode)]
-
-
-def _arrow(column: int, label: str, unicode: bool) -> Line:
-    arrow = "↑" if unicode else "^"
-    # At the right end there is no room for the label but on the left.
-    if column > len(label):
-        return line(
-            " " * (1 + column - len(label)), StyledText(f"{label} {arrow}", "strong"), solid=True
-        )
-    return line(" " * (2 + column), StyledText(f"{arrow} {label}", "strong"), solid=True)
 
 
 def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:

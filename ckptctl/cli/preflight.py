@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
@@ -16,22 +14,19 @@ from ckptctl.cli.options import (
     OfStep,
     OptionalRootOpt,
     RootsArg,
-    parse_counts,
-    parse_duration,
-    parts,
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded, refused_lines
 from ckptctl.errors import OptionError
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
-from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here, with_handed_on
+from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
 from ckptctl.symbols import Style
 
 EXAMPLES = (
-    "CKPT=$(ckptctl preflight /shared/ckpt/run-1234 --mtbf 8h) || exit $?",
+    "CKPT=$(ckptctl preflight /shared/ckpt/run-1234) || exit $?",
     "srun --ntasks-per-node=1 ckptctl preflight /shared/ckpt/run-1234 --probe-storage",
-    "ckptctl preflight /shared/ckpt/run-1234 --world-size 56 --world-sizes 48,32",
+    "ckptctl preflight /shared/ckpt/run-1234 --world-size 56",
 )
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
 
@@ -41,10 +36,6 @@ def preflight(
     optional_root: OptionalRootOpt = None,
     allow_fresh: AllowFreshOpt = False,
     create: CreateOpt = False,
-    mtbf: Annotated[
-        str | None,
-        Parameter("--mtbf TIME", "Mean time between failures of the whole job.", common=False),
-    ] = None,
     room_for: Annotated[
         int,
         Parameter(
@@ -62,15 +53,6 @@ def preflight(
             "compare, and remove them; report what damaged steps have in common.",
         ),
     ] = False,
-    world_sizes: Annotated[
-        list[str] | None,
-        Parameter(
-            "--world-sizes N,...",
-            "Other possible numbers of ranks: report for each what is lost, what is "
-            "read, and what each rank holds.",
-            common=False,
-        ),
-    ] = None,
     log: Annotated[
         list[str] | None,
         Parameter(
@@ -106,15 +88,6 @@ def preflight(
             hidden=True,
         ),
     ] = None,
-    node_secrets: Annotated[
-        str | None,
-        Parameter(
-            "--node-secrets NAME,...",
-            "With --node-report: the storage options that --launcher passes in "
-            "CKPTCTL_NODE_SECRETS or on standard input, because arguments are visible to others.",
-            hidden=True,
-        ),
-    ] = None,
     print_capacity: Annotated[
         bool,
         Parameter(
@@ -132,18 +105,15 @@ def preflight(
 ) -> int:
     """Check that a job can start here and now, and choose its step.
 
-    Chooses as pick does, then checks whether the storage can be read and written, whether the
-    ranks fit, and whether saves are frequent enough. Prints the path on standard output, and
-    one line per check on standard error. Started on every node by srun or torchrun, the nodes
-    compare what they see; one of them prints, and all end with the same code. With --launcher
-    one process starts the others; a storage that only this node sees ends it with 75. With
-    --quiet standard error stays empty unless a check failed. --print-capacity prints one word
-    for a script: as-saved, smaller, larger or unknown.
+    Chooses as pick does, then checks whether the storage can be read and written, and whether
+    the ranks fit. Prints the path on standard output, and one line per check on standard error.
+    Started on every node by srun or torchrun, the nodes compare what they see; one of them
+    prints, and all end with the same code. With --launcher one process starts the others; a
+    storage that only this node sees ends it with 75. With --quiet standard error stays empty
+    unless a check failed. --print-capacity prints one word for a script: as-saved, smaller,
+    larger or unknown.
     """
     if node_report is not None:
-        if node_secrets is not None:
-            names = parts([node_secrets])
-            storage = with_handed_on(storage, names, os.environ, sys.stdin)
         step = "" if node_report == "none" else node_report
         out.document_line(partial(report_from_here, [*roots], step, node_probe, storage))
         return 0
@@ -160,8 +130,6 @@ def preflight(
             optional_roots=optional_root or (),
             allow_fresh=allow_fresh,
             create=create,
-            world_sizes=parse_counts(world_sizes, "--world-sizes", "numbers of ranks", "64,56"),
-            mtbf_s=parse_duration(mtbf, "--mtbf"),
             room_for=room_for,
             probe_storage=probe_storage,
             logs=log or (),

@@ -16,7 +16,6 @@ from ckptctl.cli.options import (
     OnlyOpt,
     StepArg,
     only_model,
-    parse_size,
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, finding_lines, line, next_line, section
@@ -59,7 +58,7 @@ def reshard(
     apply: Annotated[
         bool, Parameter("--apply", "Write the new step; without it only the plan is printed.")
     ] = False,
-    memory: MemoryOpt = "256M",
+    memory: MemoryOpt = 256 << 20,
     jobs: JobsOpt = None,
     accept_unverifiable: AcceptAsItIsOpt = False,
     *,
@@ -79,7 +78,7 @@ def reshard(
         "shard": shard or (),
         "only_model": only_model(only),
         "accept_unverifiable": accept_unverifiable,
-        "memory": parse_size("memory", memory),
+        "memory": memory,
         "pattern": requirements.pattern,
         "grace_s": requirements.grace_s,
         "storage": storage,
@@ -98,27 +97,13 @@ def reshard(
         )
         answer = replace(answer, exit_code=group.agree(answer.exit_code))
     if not apply and not answer.exit_code:
-        answer = replace(answer, next_command=_to_apply(step, target, wanted))
+        answer = replace(answer, next_command=command_line("reshard", step, target, "--apply"))
     out.answer(
         document_of("reshard", answer),
         lambda: reshard_lines(answer),
         bare=(answer.target,) if answer.written else (),
     )
     return answer.exit_code
-
-
-def _to_apply(step: str, target: str, wanted: dict[str, object]) -> str:
-    """The same call, with what makes it write."""
-    words = ["reshard", step, target]
-    for name in ("world_size", "mesh"):
-        if wanted[name] is not None:
-            words += [f"--{name.replace('_', '-')}", str(wanted[name])]
-    rules = wanted["shard"]
-    for rule in rules if isinstance(rules, list) else ():
-        words += ["--shard", rule]
-    words += ["--only", "model"] if wanted["only_model"] else []
-    words += ["--accept-unverifiable"] if wanted["accept_unverifiable"] else []
-    return command_line(*words, "--apply")
 
 
 _SHOWN = 16

@@ -23,7 +23,7 @@ from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.watching import ALARM_AFTER
 from ckptctl.supervisor.nodes import NodeOptions
-from ckptctl.supervisor.options import OutputOptions, RunOptions
+from ckptctl.supervisor.options import WAIT_S, OutputOptions, RunOptions
 from ckptctl.supervisor.policy import BudgetOptions
 from ckptctl.supervisor.restarting import supervise
 from ckptctl.supervisor.results import Attempt, Decision, Supervised
@@ -54,14 +54,14 @@ def run(
         bool, Parameter("--create", "Create the root and its sentinel if it does not exist.")
     ] = False,
     wait_storage: Annotated[
-        str,
+        float,
         Parameter(
             "--wait-storage TIME",
             "How long to wait for a storage that does not answer, before the first attempt "
             "and after a failed one.",
             setting=True,
         ),
-    ] = "15m",
+    ] = WAIT_S,
     section_timeouts: Annotated[
         str | None,
         Parameter(
@@ -73,7 +73,7 @@ def run(
         ),
     ] = None,
     out_of_section_timeout: Annotated[
-        str | None,
+        float | None,
         Parameter(
             "--out-of-section-timeout TIME",
             "The same outside of sections, and for the growth of --log and of the output in "
@@ -131,7 +131,7 @@ def run(
         optional_roots=optional_root or (),
         state=state,
         create=create,
-        wait_s=parse_duration(wait_storage, "--wait-storage") or 0.0,
+        wait_s=wait_storage,
         section_timeouts=_timeouts(section_timeouts, out_of_section_timeout),
         alarm_after=alarm_after,
         on_attempt=on_attempt,
@@ -154,7 +154,7 @@ _SECTION_NAMES: dict[str, Section] = {
 }
 
 
-def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]:
+def _timeouts(sections: str | None, outside_s: float | None) -> dict[Section, float]:
     """The limits in seconds that the two options give."""
     limits: dict[Section, float] = {}
     for part in () if sections is None else sections.split(","):
@@ -168,8 +168,8 @@ def _timeouts(sections: str | None, outside: str | None) -> dict[Section, float]
                 instead="--section-timeouts setup:600,step:180,checkpoint:420",
             )
         limits[section] = parse_duration(text, f"--section-timeouts {name}") or 0.0
-    if outside is not None:
-        limits["outside"] = parse_duration(outside, "--out-of-section-timeout") or 0.0
+    if outside_s is not None:
+        limits["outside"] = outside_s
     return limits
 
 

@@ -1,7 +1,6 @@
 """`ckptctl scan`: list the steps of roots, and the one that `pick` would choose.
 
-A row is printed as soon as its step has been inspected. The strip of all steps comes last,
-where a long table has not scrolled it away.
+A row is printed as soon as its step has been inspected.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import ckptctl
 from ckptctl.claims import ClaimName
-from ckptctl.cli.options import HtmlOpt, MetricsOpt, OfStep, OptionalRootOpt, RootsArg
+from ckptctl.cli.options import MetricsOpt, OfStep, OptionalRootOpt, RootsArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
     claim_glyphs,
@@ -21,7 +20,6 @@ from ckptctl.cli.pictures import (
     not_proven,
     step_mark,
     step_state,
-    strip_of_steps,
 )
 from ckptctl.cli.rendering import (
     EMPTY,
@@ -40,7 +38,6 @@ from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT
 from ckptctl.selection.picking import NEWEST, Scan
-from ckptctl.storage.opening import absolute_url
 from ckptctl.symbols import LACKING, STEP_MARKS, Style
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
@@ -54,7 +51,6 @@ def scan(
         int, Parameter("--last N", "Only the newest N steps; 0 for all of them.", min=0)
     ] = NEWEST,
     metrics: MetricsOpt = None,
-    html: HtmlOpt = None,
     *,
     policy: PickPolicy,
     requirements: OfStep,
@@ -84,8 +80,6 @@ def scan(
         from ckptctl.cli.metrics import root_samples, write_metrics
 
         write_metrics(metrics, root_samples(found))
-    if html is not None:
-        _write_html(html, found, out)
     shown.finish(found)
     return found.exit_code
 
@@ -124,9 +118,7 @@ class _Shown:
         out = self._out.out
         self._out.answer(
             document_of("scan", scan),
-            lambda: foot_lines(
-                scan, out.picture_width, unicode=out.unicode, legend=is_wide(out.width)
-            ),
+            lambda: foot_lines(scan, unicode=out.unicode, legend=is_wide(out.width)),
             bare=usable_urls(scan),
         )
 
@@ -177,35 +169,6 @@ def none_lines(scan: Scan) -> list[Line]:
     ]
 
 
-class _Facts(NamedTuple):
-    """What a row shows of a step, on a terminal and on a page."""
-
-    state: str
-    verdict: str
-    reason: str
-    level: str
-    size: str
-    ranks: str
-    written: str
-    train_state: str
-
-    @classmethod
-    def of(cls, report: Report, passed_over: str | None) -> _Facts:
-        """`passed_over` is why `pick` refused the step, None where it did not."""
-        state = step_state(report, passed_over=passed_over is not None)
-        complete = report.verdict is Verdict.COMPLETE
-        return cls(
-            state,
-            STEP_MARKS[state].word if state == LACKING else report.verdict.value,
-            passed_over if passed_over and complete else reason_of(report),
-            "-" if report.verdict is Verdict.UNKNOWN else report.level.value,
-            size(report.n_bytes),
-            ranks_word(report.world_size),
-            "-" if report.written_s is None else utc(report.written_s),
-            state_words(report.state),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StepTable:
     """The rows of the table; `newest` comes first in it and has the longest number.
@@ -240,21 +203,21 @@ class StepTable:
         `passed_over` is why `pick` refused it, None where it did not. What the step of the row
         above lacks as well is not repeated where it takes a line of its own.
         """
-        facts = _Facts.of(report, passed_over)
-        words = facts.train_state
+        state = step_state(report, passed_over=passed_over is not None)
+        words = state_words(report.state)
         cells = (
             step_name(report),
             self._root_of(report),
-            facts.verdict,
+            STEP_MARKS[state].word if state == LACKING else report.verdict.value,
             claim_glyphs(report.claims, unicode=self.unicode),
-            facts.level,
-            facts.size,
-            facts.ranks,
+            "-" if report.verdict is Verdict.UNKNOWN else report.level.value,
+            size(report.n_bytes),
+            ranks_word(report.world_size),
             age(report.written_s, self.now_s),
-            facts.written.removesuffix(" UTC"),
+            "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC"),
         )
-        mark = STEP_MARKS[facts.state]
-        glyph = step_mark(facts.state, unicode=self.unicode)
+        mark = STEP_MARKS[state]
+        glyph = step_mark(state, unicode=self.unicode)
         pointer = self._pointer(report)
         row = line(glyph, *self._cells((*cells, words), mark.style), *pointer)
         below = ""
@@ -263,7 +226,8 @@ class StepTable:
             short = "as above" if repeats else f"{words.partition(' ')[0]} …"
             below = "" if repeats else words
             row = line(glyph, *self._cells((*cells, short), mark.style), *pointer)
-        reason = facts.reason
+        complete = report.verdict is Verdict.COMPLETE
+        reason = passed_over if passed_over and complete else reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row
         if not below and (self.width is None or beside.width <= self.width):
             yield beside
@@ -300,18 +264,14 @@ class StepTable:
             yield column
 
 
-def foot_lines(scan: Scan, width: int, *, unicode: bool, legend: bool = False) -> list[Line]:
-    """What follows the table: the strip, the findings about the root, the next command.
+def foot_lines(scan: Scan, *, unicode: bool, legend: bool = False) -> list[Line]:
+    """What follows the table: the findings about the root, the next command.
 
     `legend`: the table has a column of claims.
     """
     lines: list[Line] = []
-    over = dict(scan.refused)
     if legend and scan.reports:
         lines += [EMPTY, line(claims_legend(unicode=unicode), hang=2)]
-    strip = strip_of_steps(scan.reports, scan.chosen, over, width, unicode=unicode)
-    if strip:
-        lines += [EMPTY, *strip]
     if scan.n_older:
         more = f"{counted(scan.n_older, 'older step')} of {scan.n_steps:,} not shown"
         lines.append(
@@ -368,43 +328,3 @@ def state_words(state: TrainState) -> str:
     if held == ("model",):
         return "weights only"
     return f"lacks {', '.join(missing)}"
-
-
-def _write_html(path: str, found: Scan, out: Output) -> None:
-    """Write what the terminal shows, and a timeline of the steps, as one HTML page.
-
-    It has them twice: for a window, and for a phone.
-    """
-    from ckptctl.cli.html_pages import as_block, write_page
-    from ckptctl.runbook.pictures import timeline_of_steps
-
-    chosen = next((report for report in found.reports if report.url == found.chosen), None)
-    headline, *rest = chosen_lines(chosen) if chosen else none_lines(found)
-    good = chosen is not None or found.exit_code == EXIT_FRESH
-    document = document_of("scan", found)()
-    parts = []
-    for kind, width, steps_per_row in (("wide", 120, 8), ("narrow", 46, 4)):
-        picture = timeline_of_steps(document, found.chosen, steps_per_row)
-        foot = map(out.completed, foot_lines(found, width, unicode=True, legend=is_wide(width)))
-        text = as_block([*rest, *_table_lines(found, width), *foot], width)
-        figure = f"<figure tabindex=0>{picture}</figure>" if picture else ""
-        parts.append(f"<div class={kind}>{figure}{text}</div>")
-    write_page(
-        path,
-        f"Steps of {absolute_url(found.root)}",  # the page is read elsewhere
-        headline.text,
-        "good" if good else "bad",
-        parts,
-    )
-
-
-def _table_lines(found: Scan, width: int) -> Iterator[Line]:
-    if not found.reports:
-        return
-    refused = dict(found.refused)
-    table = StepTable(found.reports[0], found.chosen, time.time(), width, unicode=True)
-    yield from table.head()
-    above = None
-    for report in found.reports:
-        yield from table.row(report, refused.get(report.url), above)
-        above = report

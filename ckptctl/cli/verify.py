@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import ckptctl
-from ckptctl.cli.options import LevelOpt, MetricsOpt, StepArg
+from ckptctl.cli.options import LevelOpt, StepArg
 from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
     CLAIMED_BY_VERIFIED,
@@ -53,7 +53,6 @@ EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 75, 77, 130)
 def verify(
     step: StepArg,
     level: LevelOpt = None,
-    metrics: MetricsOpt = None,
     *,
     content: ContentOptions,
     requirements: Requirements,
@@ -85,10 +84,6 @@ def verify(
         stopped = stop.exit_code if stop is not None else 0
         code = stopped or report.exit_code
         report = replace(report, exit_code=code if group is None else group.agree(code))
-        if metrics is not None and (group is None or group.rank == 0):
-            from ckptctl.cli.metrics import step_samples, write_metrics
-
-            write_metrics(metrics, step_samples(report))
     out.answer(
         verify_document(report, next_command(report)),
         lambda: report_lines(report, time.time(), unicode=out.out.unicode),

@@ -13,8 +13,6 @@ from ckptctl.cli.options import (
     MetricsOpt,
     NotifyOpt,
     only,
-    parse_duration,
-    parse_size,
 )
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import Line, StyledText, line, next_line
@@ -38,11 +36,11 @@ def watch(
         Parameter("--once", "List the root once, and finish what an earlier watch saw; for cron."),
     ] = False,
     interval: Annotated[
-        str, Parameter("--interval TIME", "The pause between two listings of the root.")
-    ] = f"{INTERVAL_S:.0f}s",
+        float, Parameter("--interval TIME", "The pause between two listings of the root.")
+    ] = INTERVAL_S,
     bandwidth: Annotated[
-        str, Parameter("--bandwidth SIZE", "How many bytes are read per second at most.")
-    ] = f"{BYTES_PER_S >> 20}M",
+        int, Parameter("--bandwidth SIZE", "How many bytes are read per second at most.")
+    ] = BYTES_PER_S,
     alarm_after: AlarmAfterOpt = ALARM_AFTER,
     notify: NotifyOpt = None,
     metrics: MetricsOpt = None,
@@ -65,11 +63,9 @@ def watch(
     """
     from ckptctl.cli.main import Stopped
 
-    rate = parse_size("bandwidth", bandwidth)
-    if rate < 1:
+    if bandwidth < 1:
         raise OptionError("--bandwidth", f"is {bandwidth}; it must be 1 or more")
-    interval_s = parse_duration(interval, "--interval") or 0.0
-    if not interval_s:
+    if not interval:
         raise OptionError("--interval", "is 0; the storage would be listed all the time")
     exit_code = 0
     counts = dict.fromkeys(Event, 0)
@@ -84,8 +80,8 @@ def watch(
     events = ckptctl.watch(
         root,
         once=once,
-        interval_s=interval_s,
-        bytes_per_s=rate,
+        interval_s=interval,
+        bytes_per_s=bandwidth,
         accept_unverifiable=accept_unverifiable,
         alarm_after=alarm_after,
         jobs=jobs,

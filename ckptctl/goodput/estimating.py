@@ -2,26 +2,31 @@
 
 Numbers that the caller does not give are those that attempts recorded, or are measured under the
 root, and each is reported with its origin. The formulas stand first; their times are in seconds.
-The interval of Young and Daly is the time of training between two saves; the one that is best
-for availability includes the save.
+The best interval, of Young and Daly, is the time of training between two saves.
 
-Sources: J. W. Young, 1974; J. T. Daly, 2006; Saxena et al., arXiv 2410.18124; Kokolis
-et al., arXiv 2410.21680.
+Sources: J. W. Young, 1974; J. T. Daly, 2006; Kokolis et al., arXiv 2410.21680.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import OptionError, UsageError
+from ckptctl.formats.frameworks.layouts import compile_pattern, is_own
 from ckptctl.formatting import DAY_S, command_line, duration
-from ckptctl.goodput.measuring import Measured, measured
+from ckptctl.inspection.open_step import list_step
 from ckptctl.model import ExitCode, Fraction, Message, NextCommand, NonNegative
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.selection.empty_roots import check_has_steps
+from ckptctl.selection.roots import list_root
+from ckptctl.storage.contract import Store
+from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,22 +43,16 @@ def mtbf_of(n_nodes: int, failures_per_node_day: float) -> float:
     return DAY_S / (n_nodes * failures_per_node_day)
 
 
-def young_interval(save_s: float, mtbf_s: float) -> float:
-    """The first-order best interval between saves: the square root of twice the product."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
 def daly_interval(save_s: float, mtbf_s: float) -> float:
-    """The higher-order best interval; the mean time between failures where saves are slow."""
+    """The best training time between two saves: Young's square root and two more terms.
+
+    It is the mean time between failures where saves are slow.
+    """
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     part = save_s / (2 * mtbf_s)
-    return young_interval(save_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - save_s
-
-
-def available_interval(save_s: float, mtbf_s: float, restart_s: float) -> float:
-    """The interval from save to save, the save included, that leaves the most training time."""
-    return save_s + math.sqrt(2 * (mtbf_s + restart_s) * save_s + save_s**2)
+    first_order_s = math.sqrt(2 * save_s * mtbf_s)
+    return first_order_s * (1 + math.sqrt(part) / 3 + part / 9) - save_s
 
 
 def effective_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
@@ -129,18 +128,12 @@ class RecoveryCost:
     """T1 + T2 + T3 + T4, without those that are unknown."""
     per_failure_s: NonNegative | None
     """T0 + T1 + T2 + T3 + T4."""
-    young_s: NonNegative | None
-    """Best training time between two saves by Young's formula (first order)."""
     daly_s: NonNegative | None
-    """Best training time between two saves by Daly's formula (higher order)."""
-    available_s: NonNegative | None
-    """Best time from save to save for availability."""
+    """Best training time between two saves, by Daly's formula."""
     share: Fraction | None
     """Effective training time ratio at the given interval."""
     best_share: Fraction | None
     """Effective training time ratio at Daly's interval."""
-    lost_gpu_hours_per_failure: NonNegative | None
-    """GPU hours that a failure costs; null where the number of GPUs was not given."""
     message: Message
     exit_code: ExitCode
     next_command: NextCommand
@@ -156,6 +149,77 @@ class RecoveryCost:
     """The times that were neither given nor recorded; they count as 0."""
 
 
+MOST_STEPS = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measurements of the newest `n_steps` steps of a run; None where nothing can be measured.
+
+    `interval_s` is from save to save, `save_s` the time from a save's first file to its last: at
+    least that long it took. `n_bytes` is the size of a step. Steps less than a second apart carry
+    the times of a copy, which measure nothing.
+    """
+
+    n_steps: int
+    interval_s: float | None = None
+    save_s: float | None = None
+    n_bytes: int | None = None
+
+    @property
+    def why_unknown(self) -> str:
+        """Why there is no interval."""
+        if self.n_steps < 2:
+            return "fewer than two saves: how often this run saves cannot be measured yet"
+        return (
+            "how often this run saves is unknown: its steps are less than a second apart, perhaps "
+            "the times of a copy"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    number: int
+    first_s: float
+    last_s: float
+    n_bytes: int
+
+
+def measured(
+    root: str, storage: StorageOptions = StorageOptions(), pattern: str | None = None
+) -> Measured:
+    """Measurements of the steps under a root.
+
+    Raises `StorageError`, and `UsageError` for a path that is no root.
+    Cost: two listings, and one for each of at most `MOST_STEPS` steps.
+    """
+    with open_store(root, storage) as store:
+        check_has_steps(store, list_root(store, compile_pattern(pattern)))
+        saved = sorted(_saved(store, pattern), key=lambda save: save.number)
+    if not saved:
+        return Measured(0)
+    n_bytes = round(median(save.n_bytes for save in saved))
+    gaps_s = [
+        later.last_s - sooner.last_s
+        for sooner, later in pairwise(saved)
+        if later.last_s > sooner.last_s
+    ]
+    interval_s = median(gaps_s) if gaps_s else None
+    if len(saved) > 1 and (interval_s is None or interval_s < 1):
+        return Measured(len(saved), n_bytes=n_bytes)
+    save_s = median(save.last_s - save.first_s for save in saved)
+    return Measured(len(saved), interval_s, save_s, n_bytes)
+
+
+def _saved(store: Store, pattern: str | None) -> Iterator[_Saved]:
+    for step in list_root(store, compile_pattern(pattern)).steps[:MOST_STEPS]:
+        # Files that ckptctl writes into a step later are not part of the save.
+        files = [file for file in list_step(store, step.name) if not is_own(file.path)]
+        times = [one.mtime_s for one in files if one.mtime_s is not None]
+        if times:
+            yield _Saved(step.number, min(times), max(times), sum(one.size for one in files))
+
+
 def recovery_cost(
     root: str | None = None,
     *,
@@ -168,7 +232,6 @@ def recovery_cost(
     connect_s: float | None = None,
     load_s: float | None = None,
     compile_s: float | None = None,
-    n_gpus: int | None = None,
     pattern: str | None = None,
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
@@ -178,7 +241,7 @@ def recovery_cost(
     T0 is half of `interval_s`; T1 to T4 are what rescheduling, connecting the ranks,
     loading and compiling take. `save_s` is how long training pauses for a save.
     `mtbf_s` is the mean time between failures; else `n_nodes` and
-    `failures_per_node_day` give it. `n_gpus` turns time into GPU hours.
+    `failures_per_node_day` give it.
 
     With a `root`, what is not given is taken from the record of its attempts (`run_history`).
     Failures of the last 24 hours of running count alone where they are significantly more
@@ -199,13 +262,13 @@ def recovery_cost(
         "compile": compile_s,
         "failures-per-node-day": failures_per_node_day,
     }
-    _check(times, n_nodes, n_gpus, root)
+    _check(times, n_nodes, root)
     seen, past = Measured(0), None
     if root is not None:
         storage = options_from(keywords, storage)
         from ckptctl.goodput.history import run_history
 
-        seen = measured(root, storage, pattern=pattern)
+        seen = measured(root, storage, pattern)
         past = run_history(root, storage=storage)
     recorded = {} if past is None else _recorded(past)
     given: list[Given] = []
@@ -231,7 +294,7 @@ def recovery_cost(
     if seen.n_bytes is not None:
         given.append(Given("step", seen.n_bytes, "B", "measured"))
     startup_s = sum(value for _, value in starting if value is not None)
-    answer = _answer(root, seen, tuple(given), startup_s, n_gpus)
+    answer = _answer(root, seen, tuple(given), startup_s)
     return replace(
         answer,
         goodput=None if past is None else past.goodput.goodput,
@@ -241,8 +304,6 @@ def recovery_cost(
 
 def _recorded(past: RunHistory) -> dict[str, Given]:
     """What attempts recorded, each with the number of observations."""
-    from statistics import fmean
-
     found: dict[str, Given] = {}
     for name, part in (
         ("reschedule", "restart_s"),
@@ -279,12 +340,10 @@ def _recorded(past: RunHistory) -> dict[str, Given]:
 
 
 _LEAST, _MOST = 1e-9, 1e12
-"""The bounds of what is given: seconds, numbers of nodes and GPUs, failures a day."""
+"""The bounds of what is given: seconds, numbers of nodes, failures a day."""
 
 
-def _check(
-    times: Mapping[str, float | None], n_nodes: int | None, n_gpus: int | None, root: str | None
-) -> None:
+def _check(times: Mapping[str, float | None], n_nodes: int | None, root: str | None) -> None:
     for name, value in times.items():
         may_be_0 = name in ("reschedule", "connect", "load", "compile", "save-time")
         if value is not None and not (_LEAST <= value <= _MOST or (may_be_0 and value == 0)):
@@ -301,9 +360,8 @@ def _check(
             "--save-time must be shorter than --interval; give the time that a save takes from "
             "training",
         )
-    for name, count in (("nodes", n_nodes), ("gpus", n_gpus)):
-        if count is not None and not 1 <= count <= _MOST:
-            raise OptionError(f"--{name}", f"is {count}; it must be from 1 to {_MOST:g}")
+    if n_nodes is not None and not 1 <= n_nodes <= _MOST:
+        raise OptionError("--nodes", f"is {n_nodes}; it must be from 1 to {_MOST:g}")
     if times["mtbf"] is None and (n_nodes is None) != (times["failures-per-node-day"] is None):
         raise OptionError(
             "--nodes",
@@ -331,7 +389,7 @@ def _known(
 
 
 def _answer(
-    root: str | None, seen: Measured, given: tuple[Given, ...], startup_s: float, n_gpus: int | None
+    root: str | None, seen: Measured, given: tuple[Given, ...], startup_s: float
 ) -> RecoveryCost:
     of = {each.name: each for each in given}
     interval_s, save_s, mtbf_s = (
@@ -341,12 +399,10 @@ def _answer(
     if "lost" in of:
         rollback_s = of["lost"].value
     per_failure_s = None if rollback_s is None else rollback_s + startup_s
-    young_s = daly_s = available_s = best_share = None
+    daly_s = best_share = None
     shares: list[float | None] = [None, None, None]
     if mtbf_s is not None and save_s:
-        young_s = young_interval(save_s, mtbf_s)
         daly_s = daly_interval(save_s, mtbf_s)
-        available_s = available_interval(save_s, mtbf_s, startup_s)
         best_share = effective_share(daly_s, save_s, mtbf_s, startup_s)
     if mtbf_s is not None and interval_s is not None and save_s is not None:
         # The interval counts from save to save; the rest of it is training.
@@ -356,22 +412,16 @@ def _answer(
             else effective_share(max(0.0, interval_s - save_s), save_s, each, startup_s)
             for each in (mtbf_s, of["mtbf"].low, of["mtbf"].high)
         ]
-    gpu_hours = None
-    if n_gpus is not None and per_failure_s is not None:
-        gpu_hours = per_failure_s * n_gpus / 3600
     return RecoveryCost(
         given=given,
         rollback_s=rollback_s,
         startup_s=startup_s,
         per_failure_s=per_failure_s,
-        young_s=young_s,
         daly_s=daly_s,
-        available_s=available_s,
         share=shares[0],
         share_low=shares[1],
         share_high=shares[2],
         best_share=best_share,
-        lost_gpu_hours_per_failure=gpu_hours,
         message=(
             seen.why_unknown
             if per_failure_s is None

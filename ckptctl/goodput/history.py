@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.errors import CkptctlError, OptionError, UsageError
-from ckptctl.formatting import counted, duration, percent
-from ckptctl.goodput.records import read_records
-from ckptctl.goodput.timeline import Goodput, PastAttempt, attempts_of, goodput_of
+from ckptctl.errors import CkptctlError, OptionError, OwnFileUnreadable, UsageError
+from ckptctl.formats.own.ledger import (
+    EndedLine,
+    FailedLine,
+    LedgerLine,
+    ProgressLine,
+    ResumedLine,
+    SavedLine,
+    SavingLine,
+    StartedLine,
+)
+from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.formatting import counted, duration, percent, seconds_of
+from ckptctl.goodput.timeline import AttemptRecord, Goodput, PastAttempt, attempts_of, goodput_of
 from ckptctl.model import ExitCode, Message, NextCommand
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.empty_roots import check_has_steps
+from ckptctl.selection.history import read_attempts
 from ckptctl.selection.roots import list_root
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
+from ckptctl.supervisor.holding import STATE_FOLDER, Revisions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -114,3 +131,270 @@ def _message(attempts: list[PastAttempt], goodput: Goodput) -> Iterator[str]:
     yield counted(goodput.disruptions, "disruption")
     share = goodput.goodput
     yield "goodput unknown" if share is None else f"goodput {percent(share)}"
+
+
+# What a root records about its attempts: their ledgers, and the state of `ckptctl run`. Either is
+# enough, and each is data from outside: lines that are damaged are left out, values of another type
+# count as not recorded. An attempt in both is one record: the ledger names the attempt of `run`;
+# without that name, the time decides.
+
+
+MAX_ATTEMPTS = 5_000
+"""Ledgers of a root that are read; the newest."""
+
+FRESH_S = 600.0
+"""An attempt without an end whose last line is younger runs: a step has that limit as well."""
+
+_JUMP_S = 5.0
+"""A clock that differs by more from one that nobody sets has jumped."""
+
+_MOST_S = 1e10
+_MOST_TEXT = 200
+
+
+class _Ledger(NamedTuple):
+    """The record that one ledger alone gives, and the attempt of `run` that it names."""
+
+    record: AttemptRecord
+    supervised: str
+    jumped_s: float
+
+
+_States = Sequence[SupervisorDocument]
+
+
+def read_records(
+    store: Store, state: Store | None, now_s: float
+) -> tuple[list[AttemptRecord], list[str]]:
+    """The attempts of a root in order, and warnings about what could not be read.
+
+    `state` is where `ckptctl run --state` kept its state, None for the root itself. Cost: three
+    listings, one read per attempt and one per state. Raises `StorageError`.
+    """
+    warnings: list[str] = []
+    states = [*_states(state or store, "" if state else STATE_FOLDER, warnings)]
+    ledgers = [
+        ledger
+        for _, lines in read_attempts(store, last=MAX_ATTEMPTS)
+        if (ledger := _ledger(lines, now_s)) is not None
+    ]
+    jumps = [ledger.jumped_s for ledger in ledgers if abs(ledger.jumped_s) > _JUMP_S]
+    if jumps:
+        warnings.append(
+            f"the clock jumped during {len(jumps)} of {len(ledgers)} attempts, by up to "
+            f"{max(map(abs, jumps)):.0f} s; times between attempts may be wrong by that"
+        )
+    return _merged(states, ledgers, now_s), warnings
+
+
+def _states(store: Store, folder: str, warnings: list[str]) -> Iterator[SupervisorDocument]:
+    """The newest state that can be read, if there is one."""
+    try:
+        state = Revisions(store, folder, of_root=False).newest()
+    except OwnFileUnreadable as error:
+        warnings.append(error.message)
+        return
+    if state is not None:
+        yield state
+
+
+# One ledger
+
+
+def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
+    """The record that the lines of rank 0 give; None where none of them has a time."""
+    own = [
+        (at_s, line)
+        for line in lines
+        if line.rank == 0 and line.at is not None and (at_s := _moment(line.at)) is not None
+    ]
+    if not own:
+        return None
+    aged = sorted(((line.process_s or 0.0, at_s, line) for at_s, line in own), key=itemgetter(0))
+    (first_age, first_at, _), (last_age, last_at, _) = aged[0], aged[-1]
+    by_age = [(age, line) for age, _, line in aged]
+    # Nearly all lines report progress: the others are searched several times.
+    others = [(age, line) for age, line in by_age if not isinstance(line, ProgressLine)]
+    started = next((line for _, line in others if isinstance(line, StartedLine)), None)
+    resumed_age, resumed = next(
+        ((age, line) for age, line in others if isinstance(line, ResumedLine)), (math.nan, None)
+    )
+    ended = [line for _, line in others if isinstance(line, EndedLine)]
+    failed = [line for _, line in others if isinstance(line, FailedLine)]
+    causes = [*(line.evidence or line.reason for line in failed), *(line.error for line in ended)]
+    saved = (line.step for _, line in others if isinstance(line, SavedLine))
+    saves = [step for step in saved if step is not None]
+    begins = [age for age, line in others if isinstance(line, SavingLine) and age > resumed_age]
+    after = [
+        (age, line, step)
+        for age, line in by_age
+        if age > resumed_age and (step := _reached(line)) is not None
+    ]
+    load_s = None if resumed is None else resumed.load_s
+    cluster = None if started is None else started.cluster
+    job = None if cluster is None else cluster.job
+    nodes = None if cluster is None else cluster.node_list or cluster.node
+    record = AttemptRecord(
+        began_s=first_at - first_age,
+        ran_s=last_age,
+        ended_s=last_at,
+        running=not ended and now_s - last_at < FRESH_S,
+        done=bool(ended) and ended[-1].how != "exception" and not failed,
+        resumed=resumed is not None,
+        resumed_from=None if resumed is None else resumed.step,
+        startup_s=None if load_s is None else max(0.0, resumed_age - load_s),
+        load_s=load_s,
+        stalled_s=max((s for _, line in own if (s := line.stalled_s) is not None), default=None),
+        points=() if resumed is None else tuple(_points(resumed_age, resumed, after)),
+        has_first_step=bool(after) and isinstance(after[0][1], ProgressLine),
+        saved=max(saves, default=None),
+        n_saves=len(saves),
+        interval_s=(begins[-1] - resumed_age) / len(begins) if begins else None,
+        job=(job or "")[:_MOST_TEXT] or None,
+        requeued=cluster is not None and bool(cluster.requeues),
+        world_size=None if started is None else started.world_size,
+        allocation=(nodes or "")[:_MOST_TEXT],
+        cause=next((cause[:_MOST_TEXT] for cause in causes if cause), None),
+    )
+    supervised = None if started is None else started.supervised
+    return _Ledger(record, supervised or "", (last_at - first_at) - (last_age - first_age))
+
+
+def _reached(line: LedgerLine) -> int | None:
+    """The step that training had reached at a line; None if that is not known from it."""
+    match line:
+        case ProgressLine(step=step):
+            return step
+        case EndedLine(step=step, how=how) if how != "exception":
+            return step
+        # A line about a save that is done has the time of its end, which a save in the background
+        # reaches later than the step.
+        case SavingLine(step=step):
+            return step
+    return None
+
+
+def _points(
+    resumed_age: float, resumed: ResumedLine, after: Sequence[tuple[float, LedgerLine, int]]
+) -> Iterator[tuple[float, int]]:
+    """The steps with their training time, rising in both."""
+    last_s, last = resumed_age - (resumed.stalled_s or 0.0), resumed.step or 0
+    yield last_s, last
+    for age, line, step in after:
+        trained_s = age - (line.stalled_s or 0.0)
+        if trained_s >= last_s and step > last:
+            last_s, last = trained_s, step
+            yield trained_s, step
+
+
+def _moment(at: str) -> float | None:
+    """A time in seconds since 1970; None for what is none."""
+    seconds = seconds_of(at)
+    return seconds if seconds is not None and 0 <= seconds < _MOST_S else None
+
+
+# Ledgers and states together
+
+
+def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[AttemptRecord]:
+    """Every attempt once, in order; clocks that go back do not change the order of a record."""
+    attempts = {
+        f"{state['run']}/{attempt['number']}": (state, attempt)
+        for state in states
+        for attempt in state["attempts"]
+    }
+    spans = [*_spans(attempts)]
+    of: dict[str, list[_Ledger]] = defaultdict(list)
+    for ledger in ledgers:
+        name = ledger.supervised or _by_time(ledger.record, spans)
+        of[name if name in attempts else ""].append(ledger)
+    sequences = [[ledger.record for ledger in of[""]]]
+    for state in states:
+        sequences.append([])
+        for attempt in state["attempts"]:
+            own = [each.record for each in of[f"{state['run']}/{attempt['number']}"]]
+            sequences[-1] += _supervised(attempt, own, now_s, held=state["owner"] is not None)
+    keyed: list[tuple[float, AttemptRecord]] = []
+    for sequence in sequences:
+        keyed += zip(accumulate((each.began_s for each in sequence), max), sequence, strict=True)
+    return [record for _, record in sorted(keyed, key=lambda each: each[0])]
+
+
+_Attempts = Mapping[str, tuple[SupervisorDocument, AttemptDocument]]
+
+
+_Span = tuple[float, float, str]
+
+
+def _spans(attempts: _Attempts) -> Iterator[_Span]:
+    """The attempts of `run` with when they began and ended; one without an end may still run."""
+    for name, (_, attempt) in attempts.items():
+        began_s = _moment(attempt["started_at"])
+        if began_s is not None:
+            ran_s = attempt["milliseconds"] / 1000
+            runs = attempt["decision"] is None and not ran_s
+            yield began_s, math.inf if runs else began_s + ran_s, name
+
+
+def _by_time(record: AttemptRecord, spans: Sequence[_Span]) -> str:
+    """The attempt during which a ledger was begun that names none; empty for none."""
+    found = (name for began_s, ended_s, name in spans if began_s <= record.began_s <= ended_s)
+    return next(found, "")
+
+
+def _supervised(
+    attempt: AttemptDocument, ledgers: Sequence[AttemptRecord], now_s: float, *, held: bool
+) -> Iterator[AttemptRecord]:
+    """The records of one attempt of `run`: more than one where the launcher restarted the ranks."""
+    last = ledgers[-1] if ledgers else None
+    start_s = _moment(attempt["started_at"])
+    began_s = start_s if start_s is not None else last.began_s if last else now_s
+    runs = attempt["decision"] is None and held and (last is None or last.running)
+    ran_s = attempt["milliseconds"] / 1000
+    if not ran_s and last is not None:
+        ran_s = max(0.0, last.began_s - began_s) + last.ran_s
+    elif not ran_s and runs:
+        ran_s = max(0.0, now_s - began_s)
+
+    def stated(record: AttemptRecord) -> AttemptRecord:
+        """The record with what `run` alone knows."""
+        decision = attempt["decision"]
+        return replace(
+            record,
+            number=attempt["number"],
+            running=runs,
+            done=decision == "done" or (decision == "stopped" and last is not None and last.done),
+            exit_code=attempt["exit_code"],
+            decision=decision,
+            nodes=tuple(attempt["nodes"]),
+            ranks=tuple(attempt["ranks"]),
+            cause=attempt["cause"] or record.cause,
+            world_size=attempt["world_size"] or record.world_size,
+            allocation=attempt["allocation"] or record.allocation,
+        )
+
+    if last is None:
+        record = AttemptRecord(
+            began_s=began_s,
+            ran_s=ran_s,
+            ended_s=began_s + ran_s,
+            saved=attempt["step"],
+            allocation=attempt["host"],
+        )
+        yield stated(record)
+        return
+    for place, record in enumerate(ledgers):
+        head_s = max(0.0, record.began_s - began_s)
+        if place == 0 and head_s <= ran_s:
+            # The launcher began before the processes: what it took is part of their startup.
+            startup_s = None if record.startup_s is None else record.startup_s + head_s
+            own_s = head_s + record.ran_s
+            record = replace(record, began_s=began_s, ran_s=own_s, startup_s=startup_s)
+            head_s = 0.0
+        if place < len(ledgers) - 1:
+            yield replace(record, running=False, done=False)
+            continue
+        whole_s = ran_s - head_s if attempt["milliseconds"] else record.ran_s
+        more_s = max(0.0, whole_s - record.ran_s)
+        ran = replace(record, ran_s=max(0.0, whole_s), ended_s=record.ended_s + more_s)
+        yield stated(ran)

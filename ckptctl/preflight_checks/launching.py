@@ -12,19 +12,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TextIO, TypedDict
 
+import msgspec
+
+from ckptctl.distributed.commands import run_bounded
 from ckptctl.errors import OptionError, StorageUnavailable, UsageError
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.nodes import Compared, StorageProbe, Written, facts_of_this_node
 from ckptctl.preflight_checks.results import NodeFacts
-from ckptctl.starting import OwnCommand, find_program, own_command
+from ckptctl.starting import find_program, own_command
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import absolute_url, join_url, name_below, open_store
-
-if TYPE_CHECKING:
-    from ckptctl.distributed.commands import Finished
 
 SCHEMA = "ckptctl.node/1"
 PATIENCE = 10
@@ -41,32 +40,18 @@ _NOT_HANDED_ON = (
     "CKPTCTL_LAUNCHER",
     "CKPTCTL_HEARTBEAT_KEY",
 )
-NODE_SECRETS = "CKPTCTL_NODE_SECRETS"
-"""The variable with the storage options that may be secrets, as a JSON object."""
-_MOST_SECRETS = 1 << 20
-
-
-class _Probed(TypedDict, total=False):
-    written: Written
-    """What this process wrote for the probe."""
-    compared: Compared
-    """What this process read of the probe that it was given."""
-
-
-class NodeDocument(_Probed):
-    """What one process on a node prints."""
-
-    roots: tuple[NodeFacts, ...]
-    """What this process found in each root, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What one process on a node saw: of each root in their order, and of a probe."""
+    """What one process on a node saw, and prints as a line of JSON."""
 
-    facts: tuple[NodeFacts, ...]
+    roots: tuple[NodeFacts, ...]
+    """What this process found in each root, in their order."""
     written: Written | None = None
+    """What this process wrote for the probe; null without one."""
     compared: Compared | None = None
+    """What this process read of the probe that it was given; null without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,87 +66,43 @@ class Launcher:
     timeout_s: float = 300.0
 
     def reports(
-        self, arguments: Sequence[str], secrets: Mapping[str, object], n_roots: int
+        self, arguments: Sequence[str], variables: Mapping[str, str], n_roots: int
     ) -> tuple[NodeReport, ...]:
         """What the processes report that `ckptctl preflight ARGUMENTS` started, of `n_roots`.
 
-        The storage options in `secrets` reach them in the environment and on standard input.
+        They get `variables` where the launcher passes its environment on, as `srun` does.
         Raises `UsageError` where there is no such command, `StorageUnavailable` where it
         fails, takes too long, or no process reports.
         """
-        environment = {k: v for k, v in os.environ.items() if k not in _NOT_HANDED_ON}
-        own = own_command("preflight", *arguments, environment=environment)
+        kept = {k: v for k, v in os.environ.items() if k not in _NOT_HANDED_ON}
+        own = own_command("preflight", *arguments, environment={**kept, **variables})
         if os.path.basename(self.words[-1]) == "ckptctl":
             own = own._replace(words=("preflight", *arguments))
-        code, printed, stderr = _run(self.words, own, secrets, self.timeout_s)
-        found = tuple(_reports_in(printed, n_roots))
-        if code or not found:
+        name = self.words[0]
+        if find_program(name, own.environment) is None:
+            raise OptionError(
+                "--launcher", f": there is no command {name!r} in the absolute folders of PATH"
+            )
+        try:
+            words = [*self.words, *own.words]
+            done = run_bounded(words, self.timeout_s, environment=own.environment)
+        except TimeoutError as error:
+            raise StorageUnavailable(
+                f"the launcher {name} did not end within {self.timeout_s:,.0f} s; it is unknown "
+                "what the nodes of the job see"
+            ) from error
+        code, printed, stderr = done
+        reports = tuple(_reports_in(printed, n_roots))
+        if code or not reports:
             lines = stderr.strip().splitlines() or ["it printed nothing on standard error"]
-            last = next((each for each in lines if "error:" in each), lines[-1])
+            last = next((line for line in lines if "error:" in line), lines[-1])
             what = "printed no report" if not code else f"ended with {code}"
             raise StorageUnavailable(
-                f"the launcher {self.words[0]} {what}, so it is unknown what the nodes of the "
-                f"job see: {last[:400]}",
+                f"the launcher {name} {what}, so it is unknown what the nodes of the job see: "
+                f"{last[:400]}",
                 next_command="ckptctl preflight --help",
             )
-        return found
-
-
-def _run(
-    launcher: Sequence[str], own: OwnCommand, secrets: Mapping[str, object], timeout_s: float
-) -> Finished:
-    from ckptctl.distributed.commands import run_bounded
-
-    if find_program(launcher[0], own.environment) is None:
-        raise OptionError(
-            "--launcher", f": there is no command {launcher[0]!r} in the absolute folders of PATH"
-        )
-    try:
-        return run_bounded(
-            [*launcher, *own.words],
-            timeout_s,
-            data=_as_line(secrets).encode(),
-            environment=with_secrets(own.environment, secrets),
-        )
-    except TimeoutError as error:
-        raise StorageUnavailable(
-            f"the launcher {launcher[0]} did not end within {timeout_s:,.0f} s; it is unknown what "
-            "the nodes of the job see"
-        ) from error
-
-
-def with_secrets(environment: Mapping[str, str], secrets: Mapping[str, object]) -> dict[str, str]:
-    """The environment with the storage options that no argument of a process may hold."""
-    return {**environment, **({NODE_SECRETS: _as_line(secrets)} if secrets else {})}
-
-
-def _as_line(secrets: Mapping[str, object]) -> str:
-    import json
-
-    return f"{json.dumps(secrets)}\n" if secrets else ""
-
-
-def with_handed_on(
-    storage: StorageOptions, names: Sequence[str], environment: Mapping[str, str], given: TextIO
-) -> StorageOptions:
-    """The storage options with those `names` that the caller put where no other user reads them.
-
-    `srun` passes on the environment and standard input, `ssh` and `kubectl exec -i` the input
-    only. Raises `UsageError` where neither arrived.
-    """
-    text = environment.get(NODE_SECRETS) or given.readline(_MOST_SECRETS)
-    try:
-        secrets = decode_json(text, max_bytes=_MOST_SECRETS)
-    except ValueError:
-        secrets = None
-    if not isinstance(secrets, dict) or not secrets.keys() >= {*names}:
-        raise UsageError(
-            f"the storage options {', '.join(names)} did not arrive: the launcher passes on "
-            "neither the environment nor standard input (kubectl exec needs -i); set the variables "
-            "of the storage's client on the nodes instead"
-        )
-    chosen = {name: secrets[name] for name in names}
-    return replace(storage, storage_options={**(storage.storage_options or {}), **chosen})
+        return reports
 
 
 def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
@@ -173,74 +114,19 @@ def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
             continue
         n_found += 1
         try:
-            report = report_of(decode_json(line[start:], max_bytes=_MOST_BYTES))
-            if len(report.facts) != n_roots:
+            report = msgspec.convert(
+                decode_json(line[start:], max_bytes=_MOST_BYTES), type=NodeReport
+            )
+            if len(report.roots) != n_roots:
                 raise ValueError("roots")
-        except (ValueError, TypeError, KeyError) as error:
+            if report.written is not None:
+                probe_of(report.written.token)
+        except (ValueError, msgspec.ValidationError, UsageError) as error:
             raise StorageUnavailable(
                 f"a node printed a report that cannot be read ({type(error).__name__}): "
                 f"{line[start : start + 200]}"
             ) from error
         yield report
-
-
-def report_of(document: object) -> NodeReport:
-    """The report in a document; raises `ValueError`, `TypeError` or `KeyError` for another one."""
-    if not isinstance(document, dict):
-        raise TypeError("a report is a JSON object")
-    roots = document["roots"]
-    if not isinstance(roots, list):
-        raise TypeError("roots")
-    written, compared = document.get("written"), document.get("compared")
-    return NodeReport(
-        tuple(_typed(NodeFacts, one) for one in roots),
-        None if written is None else _written(written),
-        None if compared is None else _compared(compared),
-    )
-
-
-def _typed(of: type[NodeFacts], given: object) -> NodeFacts:
-    """The facts, each of the type that it has in facts of this process."""
-    if not isinstance(given, dict):
-        raise TypeError("facts")
-    kept = of(host=str(given["host"])[:256])
-    kinds = {"mount": str, "error": str, "free": int}
-    for name in of.__dataclass_fields__:
-        value = given.get(name)
-        kind = kinds.get(name, type(getattr(kept, name)))
-        if name == "host" or value is None:
-            continue
-        if not isinstance(value, (int, float) if kind is float else kind):
-            raise TypeError(name)
-        kept = replace(kept, **{name: value[:4000] if isinstance(value, str) else value})  # type: ignore[arg-type]
-    return kept
-
-
-def _written(given: object) -> Written:
-    if not isinstance(given, dict):
-        raise TypeError("written")
-    error = given["error"]
-    return replace(
-        probe_of(str(given["token"])),
-        host=str(given["host"])[:256],
-        seconds=float(given["seconds"]),
-        error=None if error is None else str(error)[:4000],
-        error_code=int(given["error_code"]),
-    )
-
-
-def _compared(given: object) -> Compared:
-    if not isinstance(given, dict) or not isinstance(given["wrong"], list):
-        raise TypeError("compared")
-    error = given["error"]
-    return Compared(
-        host=str(given["host"])[:256],
-        n_bytes=int(given["n_bytes"]),
-        seconds=float(given["seconds"]),
-        wrong=tuple(str(one)[:400] for one in given["wrong"][:100]),
-        error=None if error is None else str(error)[:4000],
-        error_code=int(given["error_code"]),
-    )
 
 
 def probe_of(token: str) -> Written:
@@ -259,17 +145,16 @@ def report_from_here(
     root that holds it. `probe` is the token of a probe in the first root: its files are
     compared, and files of this process are written and left for the one who asked.
     """
-    from dataclasses import asdict
-
     with ExitStack() as stack:
         stores = [stack.enter_context(open_store(root, storage)) for root in roots]
-        facts = [facts_of_this_node(one, step_in(one, step)) for one in stores]
-        document: dict[str, object] = {"schema": SCHEMA, "roots": [asdict(one) for one in facts]}
+        report = NodeReport(
+            tuple(facts_of_this_node(store, step_in(store, step)) for store in stores)
+        )
         if probe is not None:
-            mine = StorageProbe(stores[0])
-            document["compared"] = asdict(mine.compare(probe_of(probe)))
-            document["written"] = asdict(mine.write())
-        return document
+            own_probe = StorageProbe(stores[0])
+            compared = own_probe.compare(probe_of(probe))
+            report = replace(report, written=own_probe.write(), compared=compared)
+        return {"schema": SCHEMA, **msgspec.to_builtins(report)}
 
 
 def holds(store: Store, step: str) -> bool:
@@ -285,11 +170,12 @@ def step_in(store: Store, step: str) -> str | None:
 def arguments(
     roots: Sequence[str], step: str, probe: Written | None, storage: StorageOptions
 ) -> list[str]:
-    """The arguments of the `preflight` that reports from a node; none is a secret."""
+    """The arguments of the `preflight` that reports from a node; none is a secret.
+
+    What else reaches the storage is in the environment: see `StorageOptions.variables`.
+    """
     words = [absolute_url(root) for root in roots]
     words += ["--config", "none"]
     words += ["--node-report", f"{absolute_url(step)}" if step else "none"]
     words += ["--node-probe", probe.token] if probe is not None else []
-    secrets = storage.secrets()
-    words += ["--node-secrets", ",".join(secrets)] if secrets else []
-    return [*words, *storage.public().arguments()]
+    return [*words, *replace(storage, storage_options=None, endpoint_url=None).arguments()]

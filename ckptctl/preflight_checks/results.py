@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptctl.errors import NothingToResume
-from ckptctl.model import ExitCode, Message, NextCommand, NonNegative, Positive
+from ckptctl.model import ExitCode, Message, NextCommand, NonNegative
 from ckptctl.selection.choosing import NoStepReason
 from ckptctl.selection.picking import Pick
 
@@ -24,7 +24,7 @@ class Check:
     """One check: what it inspected, what it came to, in one line; `exit_code` where it failed."""
 
     name: str
-    """What is checked: `step`, `state`, `storage`, `probe`, `capacity`, `size 56`, …"""
+    """What is checked: `step`, `state`, `storage`, `probe`, `capacity`, …"""
     outcome: CheckOutcome
     """How it ended."""
     message: str
@@ -62,26 +62,6 @@ class NodeFacts:
     """The exit code of that error; 0 without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sized:
-    """What a load of the chosen step on `world_size` ranks means."""
-
-    world_size: Positive
-    """The number of ranks."""
-    loads: bool
-    """The step can be loaded at that size."""
-    lost: tuple[str, ...]
-    """The kinds of train state that exist once per rank and are not restored."""
-    rank_bytes: int
-    """An even share of the step, in bytes."""
-    share: NonNegative | None
-    """The number of ranks relative to those that saved."""
-    step_s: NonNegative | None
-    """Seconds of a training step, if speed is proportional to the number of ranks."""
-    message: str
-    """The result in one line."""
-
-
 class Capacity(StrEnum):
     """The ranks that there are, against those that saved the step.
 
@@ -116,8 +96,6 @@ class Preflight:
     capacity: Capacity = Capacity.UNKNOWN
     """The number of ranks compared with those that saved the step. With fewer ranks a person
     decides: wait for the rest, or resume with fewer."""
-    sizes: tuple[Sized, ...] = ()
-    """What a load of the chosen step means at each requested number of ranks."""
     reason: NoStepReason | None = None
     """Why `pick` chooses no step, in one word; null where it chooses one."""
 

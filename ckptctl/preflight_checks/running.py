@@ -1,28 +1,32 @@
 """Check that a job can start here and now, and choose its step.
 
 Everything that can be known before a GPU is warm: `pick`'s choice, the storage as each
-node sees it, ranks against those that saved, saves against failures. Where several
-processes were started (srun, torchrun), rank 0 chooses, every process inspects the storage,
-and all return the same answer.
+node sees it, ranks against those that saved. Where several processes were started (srun,
+torchrun), rank 0 chooses, every process inspects the storage, and all return the same answer.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ckptctl.distributed.launcher import cluster_context
+from ckptctl.distributed.launcher import Cluster, cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import LogWithoutLoss, OptionError
-from ckptctl.findings import Report
-from ckptctl.formats.frameworks.layouts import train_step_of
-from ckptctl.formats.frameworks.parts import parts_of
-from ckptctl.formatting import command_line
-from ckptctl.goodput.measuring import Measured, measured_in
-from ckptctl.inspection.open_step import OpenStep
+from ckptctl.errors import (
+    LogWithoutLoss,
+    OptionError,
+    OwnFileUnreadable,
+    PathNotFound,
+    StorageError,
+)
+from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank, train_step_of
+from ckptctl.formats.own.ledger import REPORT_SUFFIX, ResumeReport, read_report
+from ckptctl.formatting import command_line, counted, percent, some_of
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds, step_in
@@ -33,22 +37,12 @@ from ckptctl.preflight_checks.nodes import (
     check_probe,
     facts_of_this_node,
 )
-from ckptctl.preflight_checks.results import Check, CheckOutcome, NodeFacts, Preflight, Sized
-from ckptctl.preflight_checks.sizing import (
-    capacity_of,
-    check_cadence,
-    check_capacity,
-    check_damage,
-    check_sizes,
-    check_writers,
-    ranks_in,
-    sized,
-)
+from ckptctl.preflight_checks.results import Capacity, Check, CheckOutcome, NodeFacts, Preflight
 from ckptctl.selection.choosing import Answer, search
 from ckptctl.selection.picking import Pick, answer_of, check_create, scan
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.contract import Store
-from ckptctl.storage.opening import name_below, open_store
+from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,8 +59,6 @@ def preflight(
     optional_roots: Collection[str] = (),
     allow_fresh: bool = False,
     create: bool = False,
-    world_sizes: Collection[int] = (),
-    mtbf_s: float | None = None,
     room_for: int = 1,
     probe_storage: bool = False,
     logs: Sequence[str] = (),
@@ -85,8 +77,7 @@ def preflight(
 
     The required `world_size` is how many ranks will load; None takes that of torchrun or
     SLURM.
-    `world_sizes` are other possible numbers of ranks. `mtbf_s`
-    is the mean time between failures, in seconds. There must be room for `room_for` more
+    There must be room for `room_for` more
     steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
     and compares, and searches the newest 20 steps for what damaged ones share. `logs`
     are those of the job that died: the work behind the chosen step is counted. `launchers`
@@ -98,15 +89,14 @@ def preflight(
     there a path. Raises `UsageError`, and `StorageError` where the root cannot be listed.
 
     Cost: `pick`, and on each process one listing, the chosen step's metadata, 16 MiB of one
-    shard file; on rank 0 one listing for each of the newest 11 steps, and the metadata once
-    more where the ranks are not those that saved.
+    shard file; on rank 0 the metadata once more where the ranks are not those that saved.
     """
     group = group or ProcessGroup()
     policy, requirements, storage = options_from(keywords, policy, requirements, storage)
-    asked = _Asked(
-        tuple(world_sizes), mtbf_s, room_for, probe_storage, tuple(logs), tuple(launchers)
-    )
-    asked.check(group)
+    if launchers and group.size > 1:
+        raise OptionError("--launcher", "is for one process: this is started on every node already")
+    if room_for < 0:
+        raise OptionError("--room-for", f"is {room_for}; it must be 0 or more")
     check_create(allow_fresh=allow_fresh, create=create)
     named = roots_in(roots, optional_roots)
     launched = ranks_in(cluster_context()) if requirements.world_size is None else None
@@ -123,38 +113,21 @@ def preflight(
     picked = group.from_first(choose)
     with ExitStack() as stack:
         stores = _open_roots(stack, named, picked, storage)
-        job = _Job(named, picked, stores, asked, requirements, storage)
+        job = _Job(
+            roots=named,
+            picked=picked,
+            stores=stores,
+            requirements=requirements,
+            storage=storage,
+            room_for=room_for,
+            probe_storage=probe_storage,
+            logs=logs,
+            launchers=launchers,
+        )
         nodes, probe = job.inspect_storage(group)
         source = f" ({launched[1]})" if launched is not None else ""
-        checks, sizes = group.from_first(lambda: job.checks(nodes, probe, source))
-    return _answer(job, nodes, checks, sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The arguments of `preflight` that `pick` does not take."""
-
-    world_sizes: tuple[int, ...]
-    mtbf_s: float | None
-    room_for: int
-    probe_storage: bool
-    logs: tuple[str, ...]
-    launchers: tuple[Launcher, ...]
-
-    def check(self, group: ProcessGroup) -> None:
-        """Raise `UsageError` for values without a meaning."""
-        if self.mtbf_s is not None and not 0 < self.mtbf_s < float("inf"):
-            raise OptionError("--mtbf", f"is {self.mtbf_s}; it must be above 0")
-        if any(size < 1 for size in self.world_sizes):
-            raise OptionError(
-                "--world-sizes", f"is {min(self.world_sizes)}; a job has at least 1 rank"
-            )
-        if self.launchers and group.size > 1:
-            raise OptionError(
-                "--launcher", "is for one process: this is started on every node already"
-            )
-        if self.room_for < 0:
-            raise OptionError("--room-for", f"is {self.room_for}; it must be 0 or more")
+        checks = group.from_first(lambda: job.checks(nodes, probe, source))
+    return _answer(job, nodes, checks)
 
 
 def _open_roots(
@@ -171,7 +144,7 @@ def _open_roots(
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """The job that is to start: its roots, the chosen step, and what the caller wants checked.
 
@@ -181,9 +154,12 @@ class _Job:
     roots: Roots
     picked: Pick
     stores: Mapping[str, Store]
-    asked: _Asked
     requirements: Requirements
     storage: StorageOptions
+    room_for: int
+    probe_storage: bool
+    logs: Sequence[str]
+    launchers: Sequence[Launcher]
 
     def inspect_storage(self, group: ProcessGroup) -> tuple[_Nodes, Check | None]:
         """What every process sees of each root, and what a probe came to; the same on all."""
@@ -194,20 +170,20 @@ class _Job:
         }
         probe: Check | None = None
         reports: tuple[NodeReport, ...] = ()
-        if self.asked.probe_storage:
+        if self.probe_storage:
             probe, reports = self._probe(group)
-        elif self.asked.launchers:
+        elif self.launchers:
             reports = self._launch(None)
         for place, url in enumerate(self.stores):
-            nodes[url] += tuple(one.facts[place] for one in reports)
+            nodes[url] += tuple(report.roots[place] for report in reports)
         return nodes, probe
 
     def _launch(self, probe: Written | None) -> tuple[NodeReport, ...]:
         """What the processes report that the launchers start on other nodes."""
         step = self.picked.chosen.url if self.picked.chosen else ""
         words = arguments(list(self.stores), step, probe, self.storage)
-        secrets, n_roots = self.storage.secrets(), len(self.stores)
-        launched = (each.reports(words, secrets, n_roots) for each in self.asked.launchers)
+        variables, n_roots = self.storage.variables(), len(self.stores)
+        launched = (each.reports(words, variables, n_roots) for each in self.launchers)
         return tuple(chain.from_iterable(launched))
 
     def _probe(self, group: ProcessGroup) -> tuple[Check, tuple[NodeReport, ...]]:
@@ -232,20 +208,13 @@ class _Job:
                     probe.remove(report.written)
         return check_probe(written, gathered), reports
 
-    def checks(
-        self, nodes: _Nodes, probe: Check | None, ranks_from: str
-    ) -> tuple[tuple[Check, ...], tuple[Sized, ...]]:
-        """Every check, and what a load means at each number of ranks.
-
-        `ranks_from` is where the number of ranks is from, for a message.
-        """
-        asked, chosen, n_ranks = self.asked, self.picked.chosen, self.requirements.world_size
+    def checks(self, nodes: _Nodes, probe: Check | None, ranks_from: str) -> tuple[Check, ...]:
+        """Every check; `ranks_from` is where the number of ranks is from, for a message."""
+        chosen, n_ranks = self.picked.chosen, self.requirements.world_size
         store = self.stores[self.roots.first]
-        room = asked.room_for * (chosen.n_bytes if chosen else 0) if asked.room_for else None
+        room = self.room_for * (chosen.n_bytes if chosen else 0) if self.room_for else None
         reports = self._reports()
         scan_again = command_line("scan", *self.roots.words, "--level", "content")
-        seen = measured_in(store, self.requirements.pattern) if chosen else Measured(0)
-        sizes = self._sizes(seen)
         checks = [
             _check_pick(self.picked),
             _check_state(self.picked),
@@ -253,18 +222,16 @@ class _Job:
             probe,
             check_damage(store, reports, scan_again),
             check_writers(store, chosen) if self.requirements.saved_world_size is None else None,
-            check_capacity(n_ranks, ranks_from, chosen, seen),
-            *(check_sizes(sizes) if asked.world_sizes else ()),
-            _check_recomputed(asked.logs, chosen, self.storage) if asked.logs else None,
-            check_cadence(self.roots.first, asked.mtbf_s, seen) if chosen else None,
+            check_capacity(n_ranks, ranks_from, chosen),
+            _check_recomputed(self.logs, chosen, self.storage) if self.logs else None,
         ]
-        return tuple(one for one in checks if one is not None), sizes
+        return tuple(check for check in checks if check is not None)
 
     def _reports(self) -> tuple[Report, ...]:
         """The reports of `pick`, and with a probe those of the newest steps besides."""
         over = tuple(one.report for one in self.picked.passed_over)
         reports = over if self.picked.chosen is None else (*over, self.picked.chosen)
-        if not (self.asked.probe_storage and reports):
+        if not (self.probe_storage and reports):
             return reports
         # The policy decides which step is taken, not which ones are damaged.
         deep = scan(
@@ -277,20 +244,6 @@ class _Job:
         )
         known = {one.url for one in reports}
         return (*reports, *(one for one in deep.reports if one.url not in known))
-
-    def _sizes(self, seen: Measured) -> tuple[Sized, ...]:
-        """What a load of the chosen step means at each number of ranks that is asked for."""
-        chosen = self.picked.chosen
-        asked = (self.requirements.world_size, *self.asked.world_sizes)
-        sizes = tuple(dict.fromkeys(one for one in asked if one is not None))
-        if chosen is None or not sizes:
-            return ()
-        root = self._root_of(chosen)
-        opened = OpenStep(self.stores[root], name_below(root, chosen.url))
-        return tuple(sized(sizes, chosen, parts_of(opened.files, chosen.layout), seen))
-
-    def _root_of(self, chosen: Report) -> str:
-        return next(url for url, store in self.stores.items() if holds(store, chosen.url))
 
 
 def _check_roots(named: Roots, nodes: _Nodes, room: int | None) -> Iterator[Check]:
@@ -355,9 +308,7 @@ def _check_recomputed(
     return Check("recompute", CheckOutcome.OK, f"computed again: {again.message}")
 
 
-def _answer(
-    job: _Job, nodes: _Nodes, checks: tuple[Check, ...], sizes: tuple[Sized, ...]
-) -> Preflight:
+def _answer(job: _Job, nodes: _Nodes, checks: tuple[Check, ...]) -> Preflight:
     # A choice from a storage that nodes see differently proves nothing: that comes first.
     failed = [one for one in checks if one.outcome is CheckOutcome.FAILED]
     worst = next((one for one in failed if one.name != "step"), failed[0] if failed else None)
@@ -374,6 +325,194 @@ def _answer(
         exit_code=0 if worst is None else worst.exit_code,
         next_command=None if worst is None else worst.next_command,
         capacity=capacity_of(n_ranks, picked.chosen),
-        sizes=sizes,
         reason=picked.reason,
     )
+
+
+# Ranks, and what damaged steps have in common. One damaged step is an accident. Two or more that
+# the same rank, node or hour wrote point at something that will damage the next one.
+
+
+def ranks_in(cluster: Cluster) -> tuple[int, str] | None:
+    """How many ranks the job will have by the environment, and its source; None if unknown.
+
+    Processes of torchrun know it. A batch script, and what it starts on each node, know
+    the nodes and the GPUs of one: a rank for each GPU.
+    """
+    if cluster.launcher == "torchrun" and cluster.world_size:
+        return cluster.world_size, "torchrun"
+    if cluster.nodes and cluster.gpus_per_node:
+        source = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs"
+        return cluster.nodes * cluster.gpus_per_node, source
+    return None
+
+
+def capacity_of(world_size: int | None, chosen: Report | None) -> Capacity:
+    """Whether there are as many ranks as saved the step, fewer or more."""
+    saved = chosen.world_size if chosen else None
+    if world_size is None or saved is None:
+        return Capacity.UNKNOWN
+    if world_size < saved.size:
+        return Capacity.SMALLER
+    if saved.at_least:
+        return Capacity.UNKNOWN
+    return Capacity.AS_SAVED if world_size == saved.size else Capacity.LARGER
+
+
+def check_capacity(world_size: int | None, source: str, chosen: Report | None) -> Check | None:
+    """As saved, reshard on load, or wait: what each would mean. None where there is no step."""
+    if chosen is None:
+        return None
+    saved = chosen.world_size
+    if saved is None or world_size is None:
+        by = "the number of ranks is unknown" if saved is None else counted(saved.size, "rank")
+        return Check("capacity", CheckOutcome.OK, f"saved by {by}; compare with --world-size N")
+    if world_size == saved.size:
+        return Check(
+            "capacity", CheckOutcome.OK, f"{counted(world_size, 'rank')}{source}, as saved"
+        )
+    if saved.at_least and world_size > saved.size:
+        words = f"{counted(world_size, 'rank')}{source}, saved by {saved.size} or more"
+        return Check("capacity", CheckOutcome.OK, words)
+    words = f"{counted(world_size, 'rank')}{source}, saved by {saved.size}: reshard on load"
+    lost = [one for one in chosen.findings if one.code == "state.lost"]
+    if lost:
+        words += f", lose {', '.join(sorted({one.where or one.message for one in lost}))}"
+    words += f"; {percent(world_size / saved.size, 0)} of the ranks"
+    if world_size < saved.size:
+        words += f"; or wait for {saved.size - world_size} more"
+    return Check("capacity", CheckOutcome.WARNING, words)
+
+
+_ATTEMPTS = f"{OWN_FOLDER}/attempts"
+_MOST_RECORDS = 20
+_MOST_RANKS = 1 << 20
+
+
+def check_damage(store: Store, reports: Sequence[Report], next_command: str) -> Check | None:
+    """What the damaged ones of `reports` share; None where fewer than two are damaged."""
+    damaged = [one for one in reports if one.damaged]
+    if len(damaged) < 2:
+        return None
+    steps = ", ".join(str(one.number) for one in damaged)
+    shared = _writers(damaged, ranks_per_node(store)) + _times(damaged, reports)
+    words = f"steps {steps} are damaged: "
+    words += "; ".join(shared) if shared else "they have no writer and no time in common"
+    return Check("damage", CheckOutcome.WARNING, words, next_command=next_command)
+
+
+def ranks_per_node(store: Store) -> int | None:
+    """How many ranks each node had by the newest resume on record; None where there is none."""
+    for _, record in _resumes(store):
+        if record is None:
+            continue
+        ranks = (record.cluster or {}).get("local_world_size")
+        return ranks if isinstance(ranks, int) and ranks > 0 else None
+    return None
+
+
+def check_writers(store: Store, chosen: Report | None) -> Check | None:
+    """Whether every rank of the attempt that wrote the chosen step left a shard file.
+
+    The attempt is the newest on record that resumed from an older step; its ranks leave a
+    file each, since each has random numbers of its own to save. None where no record or a
+    seal states how many ranks wrote: a resharded step is sealed with its own number.
+    """
+    if chosen is None or chosen.number is None or not chosen.ranks:
+        return None
+    if chosen.world_size is not None and chosen.world_size.source == "seal":
+        return None
+    for name, record in _resumes(store):
+        if record is None:
+            # It may be the report of the attempt that wrote the step; an older one is not.
+            return Check(
+                "writers",
+                CheckOutcome.WARNING,
+                f"{name} cannot be read, so how many ranks wrote step {chosen.number} is not "
+                "known; --saved-world-size N checks that each left a shard file",
+                next_command=command_line("show", chosen.url),
+            )
+        step, wrote = record.step, record.world_size or 0
+        if step is not None and step >= chosen.number:
+            continue
+        there = {rank for _, ranks in chosen.ranks for rank in ranks}
+        missing = sorted(set(range(min(wrote, _MOST_RANKS))) - there)
+        if not missing:
+            return Check(
+                "writers", CheckOutcome.OK, f"shard files of all {wrote} ranks that wrote it"
+            )
+        return Check(
+            "writers",
+            CheckOutcome.FAILED,
+            f"step {chosen.number}: {wrote} ranks wrote it by the record of the resume before it, "
+            f"but there is no shard file of rank {some_of(missing, 8)}; --saved-world-size "
+            f"{len(there)} states that this is right",
+            EXIT_NONE_USABLE,
+            command_line("show", chosen.url),
+        )
+    return None
+
+
+def _resumes(store: Store) -> Iterator[tuple[str, ResumeReport | None]]:
+    """The newest resume reports, newest first, by path; None for one that cannot be read."""
+    try:
+        entries = store.list_dir(_ATTEMPTS)
+    except PathNotFound:
+        return
+    except StorageError:
+        yield _ATTEMPTS, None
+        return
+    names = sorted(one.path for one in entries if one.path.endswith(REPORT_SUFFIX))
+    for name in reversed(names[-_MOST_RECORDS:]):
+        record = None
+        with suppress(StorageError, OwnFileUnreadable):
+            record = read_report(store, name)
+        yield name, record if record is not None and record.world_size is not None else None
+
+
+def _writers(damaged: Sequence[Report], per_node: int | None) -> list[str]:
+    ranks = [_ranks_of(one) for one in damaged]
+    if not all(ranks):
+        return []
+    common = set.intersection(*ranks)
+    if common:
+        return [f"all have damage in files of rank {', '.join(map(str, sorted(common)))}"]
+    if per_node is None:
+        return []
+    nodes = set.intersection(*({rank // per_node for rank in each} for each in ranks))
+    return [
+        f"all have damage in files of node {node} (ranks {node * per_node} to "
+        f"{(node + 1) * per_node - 1})"
+        for node in sorted(nodes)
+    ]
+
+
+def _ranks_of(report: Report) -> set[int]:
+    words = [
+        word.strip(" :,").rsplit("/", 1)[-1]
+        for one in report.with_severity(Severity.FAULT)
+        for word in one.where.split(",")
+    ]
+    return {rank for word in words if (rank := shard_rank(word)) is not None}
+
+
+def _times(damaged: Sequence[Report], reports: Sequence[Report]) -> list[str]:
+    times = [one.written_s for one in damaged if one.written_s is not None]
+    if len(times) < len(damaged):
+        return []
+    first, last = min(times), max(times)
+    between = [
+        one
+        for one in reports
+        if one.usable and one.written_s is not None and first < one.written_s < last
+    ]
+    if between:
+        return []
+    if _utc(first) == _utc(last):
+        return [f"all were written at {_utc(first)}, and no good one then"]
+    return [f"all were written between {_utc(first)} and {_utc(last)}, and no good one then"]
+
+
+def _utc(seconds: float) -> str:
+    at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return at.strftime("%Y-%m-%d %H:%M UTC")

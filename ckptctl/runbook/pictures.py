@@ -18,17 +18,15 @@ _STEPS_PER_ROW = 8
 _ROW = 112
 
 
-def timeline_of_steps(
-    scan: Document, chosen: str | None, steps_per_row: int = _STEPS_PER_ROW
-) -> str:
+def timeline_of_steps(scan: Document, chosen: str | None) -> str:
     """The steps of a scan, newest first, each with its verdict; the chosen one is marked."""
     reports = [each for each in _list(scan.get("reports")) if each.get("number") is not None]
     shown = reports[:_MAX_STEPS]
     if not shown:
         return ""
-    columns = min(len(shown), steps_per_row)
+    columns = min(len(shown), _STEPS_PER_ROW)
     rows = (len(shown) + columns - 1) // columns
-    width = max(72, 90 * steps_per_row // columns)
+    width = max(72, 90 * _STEPS_PER_ROW // columns)
     cells = [
         _step(report, 10 + width * (n % columns) + width // 2, _ROW * (n // columns), chosen)
         for n, report in enumerate(shown)

@@ -2,12 +2,10 @@
 
 import ast
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, clean_environment, run_program, validated
 from every_case import all_cases
 
 from ckptctl.cli.exit_codes import EXIT_CODES
@@ -86,39 +84,6 @@ def test_a_page_keeps_every_word_when_it_is_laid_out():
                 written = re.sub("^#+ |```(sh)?", "", each.text, flags=re.M)
                 assert " ".join(laid_out).split() == written.split()
                 assert all(len(text) <= 80 for text in laid_out if not text.startswith("  "))
-
-
-def test_an_address_leads_to_a_page_of_the_site_that_the_package_states_and_a_heading(tmp_path):
-    about = tmp_path / "ckptctl-9.dist-info" / "METADATA"
-    about.parent.mkdir()
-    url = "Project-URL: Documentation, https://docs.example/ckptctl/"
-    about.write_text(f"Metadata-Version: 2.4\nName: ckptctl\nVersion: 9\n{url}\n")
-    command = [*COMMAND, "explain", "shard.truncated"]
-    environment = clean_environment(PYTHONPATH=str(tmp_path))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == (
-        "page of the documentation: https://docs.example/ckptctl/ckptctl/pages/shard.truncated.html"
-    )
-    command = [*COMMAND, "explain", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    for each in validated(done.stdout)["explained"]:
-        path, _, heading = each["address"].partition("#")
-        below = path.removeprefix("https://docs.example/ckptctl/")
-        source = (REPOSITORY / below).with_suffix(".md").read_text()
-        headings = [re.sub(r"[^a-z -]", "", found.lower()) for found in HEADING.findall(source)]
-        assert not heading or heading in [found.strip().replace(" ", "-") for found in headings]
-
-
-def test_without_an_address_of_the_site_only_that_of_the_option_is_printed():
-    command = [*COMMAND, "explain", "shard.truncated"]
-    done = run_program(*command)
-    assert "page of the documentation" not in done.stdout
-    done = run_program(*command, "--json")
-    assert validated(done.stdout)["explained"][0]["address"] is None
-    environment = clean_environment(CKPTCTL_SITE="https://docs.cluster/ckptctl")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    page = "https://docs.cluster/ckptctl/ckptctl/pages/shard.truncated.html"
-    assert done.stdout.endswith(f"page of the documentation: {page}\n")
 
 
 def test_it_is_said_plainly_whether_trying_again_helps():

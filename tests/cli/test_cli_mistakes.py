@@ -62,7 +62,6 @@ OPTIONS = [
     ("preflight run --require brains", "ckptctl preflight run --require model,optimizer"),
     ("verify run@10 --require x", "ckptctl verify run@10 --require model,optimizer"),
     ("scan run --storage-option x", "ckptctl scan run --storage-option anon=true"),
-    ("preflight run --mtbf x", "ckptctl preflight run --mtbf 5m"),
     ("cost run --interval x", "ckptctl cost run --interval 5m"),
     (
         "verify run@10 --level content --deadline x",
@@ -247,9 +246,6 @@ def test_a_step_that_pick_is_to_find_ends_with_what_pick_says_of_the_root(folder
 
 
 WRITTEN = [
-    ("scan run --html notes", "--html", "ends in .html or .htm"),
-    ("scan run --html ''", "--html", "ends in .html or .htm"),
-    ("loss notes --html notes", "--html", "ends in .html or .htm"),
     ("scan run --metrics notes", "--metrics", "not metrics of ckptctl"),
     ("verify run@10 --report run/step_10/.metadata", "--report", "not a document of ckptctl"),
     ("loss notes --report notes", "--report", "not a document of ckptctl"),
@@ -280,7 +276,7 @@ def test_a_file_that_ckptctl_did_not_write_is_not_overwritten(
 
 
 def test_what_ckptctl_wrote_and_an_empty_file_are_overwritten(folder, capsys):
-    for option, name in (("--report", "a.out"), ("--metrics", "b.out"), ("--html", "c.HTM")):
+    for option, name in (("--report", "a.out"), ("--metrics", "b.out")):
         (folder / name).touch()
         for _ in range(2):
             assert called(capsys, f"scan run {option} {name}")[0] == 0
@@ -304,7 +300,6 @@ VARIABLES = [
     ("pick run", "LEVEL", "x", "invalid value for CKPTCTL_LEVEL: 'x' is not one of"),
     ("classify notes", "DEADLINE", "x", "CKPTCTL_DEADLINE is a time like"),
     ("pick run", "REQUIRE", "x", "CKPTCTL_REQUIRE: 'x' is no kind of train state"),
-    ("scan run", "HTML", "notes", "CKPTCTL_HTML 'notes': the name of a page ends in"),
     ("scan run", "REPORT", "notes", "CKPTCTL_REPORT notes: the file exists and is not"),
 ]
 

@@ -11,7 +11,7 @@ from made_results import contents
 
 import ckptctl
 from ckptctl.cli.app import run
-from ckptctl.cli.options import parse_steps, parse_storage_options, parts
+from ckptctl.cli.options import parse_counts, parse_storage_options, parts
 from ckptctl.cli.output import Output
 from ckptctl.cli.show import show
 from ckptctl.errors import UsageError
@@ -57,14 +57,18 @@ def test_an_unknown_kind_of_train_state_is_a_mistake_that_names_the_known_ones()
 
 
 def test_steps_come_with_commas_or_one_by_one():
-    assert parse_steps(["1400, 1600", "1200", "1400"]) == (1400, 1600, 1200)
-    assert parse_steps(None) == ()
+    assert parse_counts(["1400, 1600", "1200", "1400"], "--skip", "step numbers", "1") == (
+        1400,
+        1600,
+        1200,
+    )
+    assert parse_counts(None, "--skip", "step numbers", "1") == ()
 
 
 @pytest.mark.parametrize("word", ["-1", "1.5", "latest", "²", "9" * 20])
 def test_what_is_no_step_number_is_a_mistake(word):
     with pytest.raises(UsageError, match="step numbers"):
-        parse_steps([word])
+        parse_counts([word], "--skip", "step numbers", "1400,1600")
 
 
 def shown_next(capsys, monkeypatch, *options, command="ckptctl pick s3://b/run", env=()) -> str:

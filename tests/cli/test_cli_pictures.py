@@ -1,9 +1,9 @@
-"""The strip of steps and the map of ranks."""
+"""The marks of steps and the map of ranks."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_results import ROOT, VERDICTS, report, short, state
+from made_results import VERDICTS, report, short, state
 
 from ckptctl.cli.pictures import (
     MAX_CELLS,
@@ -11,73 +11,10 @@ from ckptctl.cli.pictures import (
     map_of_ranks,
     rank_states,
     step_state,
-    strip_of_steps,
 )
 from ckptctl.findings import CODES, Finding, Verdict
 from ckptctl.model import Level, WorldSize
 from ckptctl.symbols import LACKING, STEP_MARKS, VERIFIED
-
-
-def strip(reports, chosen=None, width=80, unicode=True):
-    url = None if chosen is None else f"{ROOT}/step_{chosen}"
-    refused = {each.url for each in reports if chosen is not None and each.number > chosen}
-    lines = strip_of_steps(reports, url, refused, width, unicode=unicode)
-    return [each.text for each in lines]
-
-
-def newest_first(n_steps, broken=()):
-    return [
-        report(number, *([short(0)] if number in broken else []))
-        for number in range(n_steps * 100, 0, -100)
-    ]
-
-
-def test_steps_go_from_the_oldest_to_the_newest_with_an_arrow_under_the_chosen_one():
-    title, glyphs, arrow, legend = strip(newest_first(7, broken=(600, 700)), chosen=500)
-    assert title == "steps 100 to 700, oldest to newest"
-    assert glyphs == "  ◇◇◇◇◇!!"
-    assert arrow.index("↑") == glyphs.index("!") - 1
-    assert legend == "  ! 2 incomplete   ◇ 5 complete, not all proven"
-
-
-def test_the_arrow_is_under_its_step_wherever_that_is():
-    for chosen in range(100, 800, 100):
-        _, _, arrow, _ = strip(newest_first(7), chosen=chosen)
-        assert arrow.index("↑") == 2 + chosen // 100 - 1
-        assert "pick" in arrow
-        assert len(arrow) <= 80
-
-
-def test_nothing_is_pointed_at_where_nothing_is_chosen():
-    assert len(strip(newest_first(3, broken=(100, 200, 300)))) == 3
-
-
-def test_ascii_stands_in_for_every_glyph():
-    lines = strip(newest_first(7, broken=(700,)), chosen=600, unicode=False)
-    assert all(text.isascii() for text in lines)
-    assert "=" in lines[1]
-    assert "!" in lines[1]
-    assert "^" in lines[2]
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_many_steps_share_glyphs_and_the_worst_of_them_shows(width):
-    title, glyphs, arrow, _ = strip(newest_first(1000, broken=(50_000,)), 100_000, width)
-    assert len(glyphs) <= width
-    assert glyphs.count("!") == 1
-    assert glyphs.endswith("◇")
-    assert arrow.rstrip().index("↑") == len(glyphs) - 1
-    assert "to a glyph, the worst shows" in title
-
-
-def test_a_whole_step_that_was_passed_over_is_not_shown_as_good():
-    _, glyphs, _, legend = strip(newest_first(3), chosen=200)
-    assert glyphs == "  ◇◇◒"
-    assert "1 lacks state" in legend
-
-
-def test_one_step_needs_no_strip():
-    assert strip(newest_first(1)) == []
 
 
 def test_every_verdict_has_a_mark_of_its_own():
@@ -161,9 +98,6 @@ def test_the_pictures_of_any_step_can_be_drawn(ranks, size, found, unicode):
     )
     assert all(states for states in rank_states(made).values())
     assert all(each.width < 100 for each in map_of_ranks(made, unicode=unicode))
-    for n_steps in (0, 1, 2, 100):
-        drawn = strip_of_steps([made] * n_steps, made.url, (), 1, unicode=unicode)
-        assert bool(drawn) is (n_steps > 1)
 
 
 def test_a_step_of_one_rank_needs_no_map():

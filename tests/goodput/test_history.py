@@ -286,21 +286,6 @@ def test_two_attempts_at_once_do_not_count_the_same_time_twice(made):
     assert (first.kept, second.restart_s) == (10, 0)
 
 
-def test_a_ledger_from_before_this_record_still_gives_its_steps(made):
-    path = made.ledger(0, None, trained(1, 25, 0), startup_s=0, load_s=0)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        for name in ("process_s", "stalled_s", "load_s"):
-            row.pop(name, None)
-    kept = [row for row in rows if row["event"] != "saving"]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
-    made.ledger(400, 20, trained(21, 25, 30))
-    first = made.history().attempts[0]
-    assert (first.startup_s, first.load_s, first.save_s) == (None, None, None)
-    assert first.kept == 20
-    assert first.productive_s > 0
-
-
 DAMAGE = {
     "cut short": lambda data: data[: len(data) * 2 // 3],
     "not text": lambda data: b"\xff\xfe\x00" + data,

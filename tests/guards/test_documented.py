@@ -123,14 +123,14 @@ def test_the_short_help_shows_at_most_twelve_options_and_the_whole_one_names_the
         assert (listed is None) is option.hidden, option.opts
     if command in CONFIGURED:
         for key, about in keys_of(command).items():
-            assert not about.is_setting or re.search(rf"[:,]\s+{key}\b", shown), key
+            assert not about.declared.setting or re.search(rf"[:,]\s+{key}\b", shown), key
 
 
 def test_a_hidden_option_is_a_setting_or_of_a_runbook_or_of_a_process_of_ckptctl():
     texts = [path.read_text() for path in (REPOSITORY / "runbooks").glob("*.md")]
     started = (REPOSITORY / "ckptctl" / "preflight_checks" / "launching.py").read_text()
     for command in CONFIGURED:
-        settings = [key.parameter for key in keys_of(command).values() if key.is_setting]
+        settings = [key.name for key in keys_of(command).values() if key.declared.setting]
         texts += [f"--{name.replace('_', '-')}" for name in settings]
     for option in (each for command in COMMANDS for each in options(command) if each.hidden):
         assert any(option.opts[0] in text for text in (*texts, started)), option.opts

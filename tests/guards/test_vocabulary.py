@@ -18,7 +18,7 @@ import ckptctl.train
 from ckptctl.cli.commands import COMMANDS, command_of
 from ckptctl.cli.documents import DOCUMENTS
 from ckptctl.cli.exit_codes import EXIT_CODES
-from ckptctl.cli.schemas import schema
+from ckptctl.cli.explain import schema
 from ckptctl.loss.verdict import LossVerdict
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent

@@ -166,7 +166,7 @@ def test_the_command_gives_a_document_a_line_and_the_exit_code(tmp_path):
     log = tmp_path / "train.jsonl"
     before, after = parts(resumed(times(1.012)))
     log.write_text("".join(map(line, before)))
-    command = [*COMMAND, "loss", "--follow", "--log", str(log), "--resume-step", str(SAVED)]
+    command = [*COMMAND, "loss", "--follow", str(log), "--resume-step", str(SAVED)]
     with subprocess.Popen(
         [*command, "--timeout", "60", "--json"],
         stdout=subprocess.PIPE,

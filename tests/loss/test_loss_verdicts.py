@@ -24,7 +24,6 @@ from made_losses import (
 )
 from msgspec.structs import replace
 
-from ckptctl.cli.loss_rendering import picture_of_loss
 from ckptctl.findings import CODES
 from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.checking import CheckOptions, check_loss, check_rows
@@ -121,8 +120,6 @@ def test_the_axis_of_a_small_loss_is_straight_and_begins_at_zero():
     curve = curve_of(smaller(1 / 5000, 8, died=CLEAN).assessments[0])
     assert curve.losses[0] >= 0
     assert dataclasses.replace(curve, base=1e-9).losses[0] == 0
-    drawn = picture_of_loss(dataclasses.replace(curve, base=-7.516e-4), 80, unicode=True)
-    assert len({one.text.index("┤") for one in drawn if "┤" in one.text}) == 1
 
 
 @pytest.mark.parametrize("first", [SAVED, SAVED + 1])

@@ -24,7 +24,7 @@ from running import codes_of, run_job  # noqa: E402
 from small_job import Lines, train_one  # noqa: E402
 
 import ckptctl  # noqa: E402
-from ckptctl.cli.schemas import schema  # noqa: E402
+from ckptctl.cli.explain import schema  # noqa: E402
 from ckptctl.errors import (  # noqa: E402
     Fenced,
     ModelDiffers,
