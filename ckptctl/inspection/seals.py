@@ -142,7 +142,7 @@ def _check_binding(opened: OpenStep, seal: Seal, requirements: Requirements) -> 
 
 
 def _about_seal(code: str, message: str) -> Finding:
-    return Finding(code, SEAL, message, next_command=f"ckptctl explain {code}")
+    return Finding(code, SEAL, message, next_command=command_line("explain", code))
 
 
 def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[Finding]:

@@ -93,7 +93,8 @@ class StageContext:
     `readable` are the paths of parts without a fault in listing and metadata, `sound`
     those without one in their records too. `content` is there once the bytes were read. With
     `chooses_level` nobody asked for a level, and the stage `metadata` chooses it by its cost.
-    `contents` are decoded files, without copies of weights; `reads_files` says that they were read.
+    `contents` are decoded files by path, `copies` those of them that are copies of weights;
+    `reads_files`: files of train state are read at this level.
     """
 
     requirements: Requirements
@@ -116,6 +117,7 @@ class StageContext:
     branch: Claim | None = None
     reads_files: bool = False
     contents: Mapping[str, object] = field(default_factory=dict)
+    copies: Collection[str] = ()
     ranks_counted: bool = True
 
     @property
@@ -331,8 +333,7 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         others = [file for file in sidecars if kind_of_file(step.layout, file.path) is None]
         yield from check_documents(opened.store, opened.folder, needed, others)
     copies = copied_weights(opened, contents) if is_cheap else frozenset()
-    context.reads_files = is_cheap
-    context.contents = {path: held for path, held in contents.items() if path not in copies}
+    context.reads_files, context.contents, context.copies = is_cheap, contents, copies
     context.state = train_state(
         Sources(
             step.layout,
@@ -374,7 +375,9 @@ def counts(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         if not (context.requirements.saved_world_size or stated_ranks(opened.step, contents)):
             yield from check_uncounted(opened, part.part, reads_only_step=context.reads_files)
     if context.reads_files:
-        yield from check_counts(opened, context.contents)
+        decoded = context.contents.items()
+        of_step = {path: content for path, content in decoded if path not in context.copies}
+        yield from check_counts(opened, of_step)
 
 
 def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

@@ -176,7 +176,7 @@ def test_only_public_names_of_typer_are_used():
 
 def test_a_pure_check_reads_nothing():
     """These turn what was read into findings: they import no storage and open no file."""
-    names = "coverage presence rank_files safetensors shape structure train_state"
+    names = "coverage presence safetensors shape"
     checks = [f"inspection/{name}.py" for name in names.split()]
     assert places(checks, ast.Name, lambda node: node.id == "open") == []
     known = {"__future__", "ckptctl", *PURE}
