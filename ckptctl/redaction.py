@@ -105,7 +105,7 @@ HARMLESS_OPTIONS = frozenset(
         *("require-seal", "resume", "resume-step", "room-for", "samples", "saved-world-size"),
         *("scheduler", "seed", "skip", "state-check", "step", "steps", "strict", "subset"),
         *("tensors", "timeout", "unsealed", "values", "verbose", "version"),
-        *("world-size", "yes"),
+        *("world-size", "world-sizes", "yes"),
         # Times and sizes.
         *("backoff", "bandwidth", "compile", "connect", "deadline", "file-size", "hang-after"),
         *("interval", "load", "memory", "mtbf", "out-of-section-timeout", "patience", "reschedule"),

@@ -6,8 +6,11 @@ An import runs code, which the watchers report, and takes memory, which others l
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from contextlib import suppress
+
+import msgspec
 
 
 def load_all_modules() -> None:
@@ -17,6 +20,21 @@ def load_all_modules() -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             with suppress(ModuleNotFoundError):  # of an extra: no command can import it either
                 importlib.import_module(module.name)
+    _read_a_document_of_each_class()
     for name in ("zstandard", "zlib_ng.zlib_ng", "xxhash", "json", "difflib"):
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
+
+
+def _read_a_document_of_each_class() -> None:
+    """msgspec evaluates the annotations of a class when it reads the first document of it."""
+    package = importlib.import_module("ckptctl.formats.own")
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for kind in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(kind) and kind.__module__ == module.name:
+                with suppress(msgspec.ValidationError, TypeError, NameError):
+                    msgspec.convert({}, kind)
+    from ckptctl.formats.frameworks.ray_train import _Snapshot
+
+    with suppress(msgspec.ValidationError):
+        msgspec.convert({}, _Snapshot)
