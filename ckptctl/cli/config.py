@@ -24,7 +24,7 @@ CONFIGURED = ("scan", "verify", "pick", "loss", "runbook", "preflight", "run", "
 """The commands that read settings from a file."""
 
 ONLY_IF_NAMED: Mapping[str, tuple[str, ...]] = {
-    "a program to start": ("launcher", "exclude_command", "set", "folder"),
+    "a program to start": ("launcher", "exclude_command", "set"),
     "another storage": ("storage_option", "endpoint_url", "follow_links"),
     "a file to write": (
         *("metrics", "plot", "transcript"),

@@ -72,6 +72,16 @@ def loss(
             min=0,
         ),
     ] = None,
+    world_size: Annotated[
+        int | None,
+        Parameter(
+            "--world-size N",
+            "The ranks of the resumed job, where they differ from those of the step that "
+            "--resume-from names: the speed is scaled.",
+            min=1,
+            common=False,
+        ),
+    ] = None,
     resume_report: Annotated[
         str | None,
         Parameter(
@@ -209,7 +219,7 @@ def loss(
     if plot is not None:
         check_plot(plot)
     keys = _keys(key or ())
-    checkpoint = NamedCheckpoint(step=resume_step, report=resume_report)
+    checkpoint = NamedCheckpoint(step=resume_step, report=resume_report, world_size=world_size)
     if resume_from is not None:
         checkpoint = _read_from(resume_from, checkpoint, storage)
         if checkpoint.step is None:
@@ -236,6 +246,7 @@ def loss(
             paths[:-1] if canary else paths,
             resume_step=checkpoint.step,
             resume_tokens=checkpoint.tokens,
+            world_size=checkpoint.world_size,
             saved_world_size=checkpoint.saved_world_size,
             report=checkpoint.report,
             resume=_which(resume),

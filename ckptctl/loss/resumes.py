@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ckptctl.errors import OptionError, OwnFileUnreadable, PathNotFound, UsageError
+from ckptctl.errors import OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own import ledger as own
 from ckptctl.formatting import counted, seconds_of
@@ -450,9 +450,8 @@ class NamedCheckpoint:
 
     def __post_init__(self) -> None:
         if self.step is None and (self.tokens is not None or self.samples is not None):
-            raise OptionError(
-                "--resume-tokens",
-                "and --resume-samples need --resume-step: they are the counts at that step",
+            raise UsageError(
+                "resume_tokens and resume_samples need resume_step: they are counts at that step"
             )
 
     def resolve(self, storage: StorageOptions) -> tuple[ResumePoint | None, ResumeReport | None]:

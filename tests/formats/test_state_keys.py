@@ -199,3 +199,18 @@ def test_a_file_without_train_state_is_none(path):
 @pytest.mark.parametrize("key", ["model", "net", "state", "app"])
 def test_modules_whose_names_are_those_of_moments_are_weights(key, model):
     assert {*kinds({key: model}).values()} == {"model"}
+
+
+def test_a_file_with_the_state_of_a_scaler_leaves_nothing_unrecognized():
+    scaler = {
+        "scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 7,
+    }
+    for state in (scaler, {"amp": scaler}):
+        leaves = [*leaves_of(state)]
+        assert [(kind.names, kind.may_be) for kind in kinds_of(leaves)] == [(("other",), ())] * 5
+    beside = {**scaler, "step": 7, "epoch": 1}
+    assert kinds(beside)["step"] == "step"

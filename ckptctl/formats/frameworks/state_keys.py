@@ -62,6 +62,8 @@ def has_shape_of_parameter(fqn: str) -> bool:
 
 SCALER_MARKS = _WORDS.scaler_marks
 """What the state of a gradient scaler has, whatever it is called."""
+_MOST_IN_A_SCALER = 6
+"""Source: torch 2.13 `GradScaler.state_dict`: five values."""
 
 
 def is_scaler_name(word: str) -> bool:
@@ -340,6 +342,9 @@ class _Content:
         for owner, children in self._children.items():
             names = children.keys()
             if not owner:
+                # A file of its own has the state of a scaler at its top.
+                if names >= SCALER_MARKS and len(names) <= _MOST_IN_A_SCALER:
+                    self._below.update({(name,): "other" for name in names})
                 continue
             if "last_epoch" in names and not _WORDS.scheduler_marks.isdisjoint(names):
                 self._below[owner] = "scheduler"
