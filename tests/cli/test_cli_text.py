@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from command_line import run_ckptctl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,13 +113,3 @@ def test_a_runbook_on_a_terminal_is_shown_whole(path):
     for each in text.splitlines():
         if not each.startswith("```"):
             assert " ".join(prose(each.lstrip("#- ")).split()) in shown
-
-
-def test_the_code_of_a_page_is_shown_as_it_is_written(tmp_path):
-    page = tmp_path / "rb-5.md"
-    flow = "# RB-5: x\n\n## Flow\n\n```mermaid\n[*] --> A\n```\n"
-    page.write_text(f'{flow}\n```sh\n\techo "two\n\tckptctl pick x"\n```\n')
-    terminal = {"CKPTCTL_COLUMNS": "80"}
-    done = run_ckptctl("runbook", "show", page, "--timeout", 99, env=terminal)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith('\n      echo "two\n      ckptctl pick x"\n')

@@ -469,7 +469,7 @@ def test_a_decision_at_a_terminal_is_typed_and_recorded(root, tmp_path):
     options = settings(LOG=log, RESUME=RESUME)
     code, seen = at_a_terminal(root, [b"n"], *options, mended=None)
     assert code == 93, seen
-    assert "A person decides: what ended the job" in seen
+    assert "A person decides: what keeps the job" in seen
     answers = [b"y", b"yes", b"ok ok ok", b"commit 1a2b3c mends it", b"y"]
     new = ("--new", "--transcript", str(tmp_path / "t"))
     code, seen = at_a_terminal(root, answers, *options, *new, mended=None)
