@@ -65,6 +65,7 @@ from ckptctl.resharding.steps import (
 from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
+from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import join_url, parent_url
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ def _from_step(
             room = asked.options.budget(found.store, place.store)
             write_export(source, export, place, room, asked.options.on_progress)
             return _written(asked, found.url, place.url, export, inspected.report)
-        except SourceDamaged as damage:
+        except (SourceDamaged, ShortRead) as damage:
             report = source_in(inspected, ()).with_damage(damage)
             return not_converted(found.url, place.url, report)
 

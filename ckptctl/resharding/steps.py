@@ -47,6 +47,7 @@ from ckptctl.resharding.sources import (
 from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
+from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import (
     absolute_url,
     base_name,
@@ -136,7 +137,7 @@ def reshard(
             return answer
         try:
             written = write(planned, place, room, options)
-        except SourceDamaged as damage:
+        except (SourceDamaged, ShortRead) as damage:
             return _refused(found.url, place.url, wanted, whole.with_damage(damage))
         if isinstance(written, Report):
             return _refused(found.url, place.url, wanted, written)

@@ -15,6 +15,8 @@ from made_saves import write as write_file
 from made_steps import grid, write_step
 
 import ckptctl
+from ckptctl.storage.contract import OpenFile
+from ckptctl.storage.local import LocalStore
 
 pytestmark = pytest.mark.torch
 
@@ -81,6 +83,25 @@ def test_a_save_over_the_source_meanwhile_is_noticed(tmp_path, target, write):
     assert (answer.written, answer.exit_code) == (False, 26)
     assert "step.changed" in [finding.code for finding in answer.report.findings]
     assert [path.name for path in target.iterdir()] == [".ckptctl"]
+
+
+@WAYS
+def test_a_source_that_ends_before_what_was_listed_is_a_change(
+    tmp_path, target, write, monkeypatch
+):
+    """A save that writes over a file truncates it first."""
+    step = made(tmp_path / "run" / "step_400", n_rows=1 << 16)
+    open_file = LocalStore.open_file
+
+    def truncated(store: LocalStore, path: str) -> OpenFile:
+        for shard in step.glob("__*"):
+            os.truncate(shard, 512)
+        return open_file(store, path)
+
+    monkeypatch.setattr(LocalStore, "open_file", truncated)
+    answer = write(step, target)
+    assert (answer.written, answer.exit_code) == (False, 26)
+    assert "step.changed" in [finding.code for finding in answer.report.findings]
 
 
 @pytest.mark.parametrize(("is_written_to", "code"), [(False, 21), (True, 26)])

