@@ -20,13 +20,13 @@ def load_all_modules() -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             with suppress(ModuleNotFoundError):  # of an extra: no command can import it either
                 importlib.import_module(module.name)
-    _read_a_document_of_each_class()
+    read_a_document_of_each_class()
     for name in ("zstandard", "zlib_ng.zlib_ng", "xxhash", "json", "difflib"):
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
 
 
-def _read_a_document_of_each_class() -> None:
+def read_a_document_of_each_class() -> None:
     """msgspec evaluates the annotations of a class when it reads the first document of it."""
     package = importlib.import_module("ckptctl.formats.own")
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):

@@ -54,7 +54,7 @@ def fuzz(name: str) -> None:
 def libfuzzer(name: str, *options: str) -> int:
     """Run the fuzzer of a target in a process of its own."""
     command = [sys.executable, __file__, "--one", name, *options]
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE}"}
+    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}:{HERE}"}
     return subprocess.run(command, env=environment).returncode
 
 

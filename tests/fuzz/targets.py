@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 import zlib_ng.zlib_ng  # noqa: F401 - else the first record would import it
+from loaded_modules import read_a_document_of_each_class
 
 import ckptctl.formats.pickles.values  # noqa: F401 - likewise
 from ckptctl.errors import (
@@ -130,6 +131,7 @@ class Watch:
     def __init__(self) -> None:
         self._on = False
         self._events: list[str] = []
+        read_a_document_of_each_class()
         sys.addaudithook(self._note)
 
     def _note(self, event: str, args: tuple[object, ...]) -> None:

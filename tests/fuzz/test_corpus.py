@@ -32,7 +32,7 @@ def counts() -> dict[tuple[str, str], int]:
     """How many inputs of each target were read, and how many were refused."""
     done = subprocess.run(
         [sys.executable, "-c", REPLAY, str(CORPUS)],
-        env={"PYTHONPATH": f"{HERE.parent.parent}:{HERE}"},
+        env={"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}:{HERE}"},
         capture_output=True,
         text=True,
     )
