@@ -10,7 +10,8 @@ from ckptctl.deadlines import Deadline
 from ckptctl.logs.fields import parse_clock, parse_number, parse_step
 from ckptctl.logs.reading import LogReader
 
-N_BYTES = 4_000
+N_BYTES = 10_000
+"""The longest record that one of the logs repeats has 8,038 bytes."""
 SHORT_S = 0.02
 WITH_ROWS = [name for name in LOGS if " " in name and not name.startswith(("one line", "lines"))]
 
