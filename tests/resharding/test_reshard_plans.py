@@ -66,7 +66,7 @@ def test_the_plan_is_shown_and_nothing_is_written(step, tmp_path):
     document = validated(done.stdout)
     assert (document["written"], document["world_size"]) == (False, 3)
     assert [share["rank"] for share in document["shares"]] == [0, 1, 2]
-    assert document["next_command"].endswith("--world-size 3 --apply")
+    assert document["next_command"].endswith("--apply --world-size 3")
     assert [*tmp_path.iterdir()] == []
 
 

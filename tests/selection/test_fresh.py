@@ -303,7 +303,7 @@ def test_on_an_object_store_the_sentinel_decides(request, server, monkeypatch):
     about = {"storage_options": s3.options, "allow_fresh": True}
     found = ckptctl.pick(f"{above}/run", **about)
     assert (found.answer, found.exit_code) == (Answer.FRESH, 10)
-    assert "does not exist: check the path; for a new run" in found.message
+    assert "does not exist: check the path; a new run also needs --create" in found.message
     assert ckptctl.pick(f"{above}/run-1", **about).exit_code == 0
     assert ckptctl.pick(f"{above}/run", **about, create=True).exit_code == 0
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
