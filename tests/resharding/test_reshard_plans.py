@@ -13,7 +13,14 @@ from ckptctl.formats.archive.writing import tensor_frame
 from ckptctl.model import ByteRange, Chunks, TensorEntry
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.planning import Mesh, Wanted, parse_mesh, parse_rules, plan, shares
-from ckptctl.resharding.sources import Source, SourceChunk, SourcePart, SourceTensor
+from ckptctl.resharding.sources import (
+    Source,
+    SourceChunk,
+    SourceFiles,
+    SourcePart,
+    SourceTensor,
+)
+from ckptctl.storage.local import LocalStore
 
 N_TENSORS, N_RANKS, ROWS = 2000, 256, 25_600
 
@@ -33,7 +40,8 @@ def large_source(report: ckptctl.Report) -> Source:
         )
         entry = TensorEntry(f"model.{t}.weight", "float32", (ROWS, 8), Chunks.of(2, []))
         tensors.append(SourceTensor(entry, chunks, "model", None, N_RANKS))
-    part = SourcePart("", tuple(tensors), (), {}, ("d",))
+    files = SourceFiles(LocalStore("."), "", "ckpt/step_1", "")
+    part = SourcePart("", tuple(tensors), (), {}, ("d",), files)
     return Source("ckpt/step_1", report, (part,), (), tuple)
 
 
