@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, overload
 
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.model import STATE_KINDS, Level
-from ckptctl.redaction import hide, hide_address, hide_options
+from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_option
 
 TIMEOUT_S = 30.0
 """How long one answer of a storage is waited for, by default."""
@@ -154,6 +154,18 @@ class StorageOptions:
         for folder in self.follow_links:
             words += ["--follow-links", folder]
         return words
+
+    def public(self) -> StorageOptions:
+        """The options that may be arguments of a process: those that are known to be harmless."""
+        options = {
+            key: value
+            for key, value in (self.storage_options or {}).items()
+            if is_harmless_option(key, value)
+        }
+        endpoint = self.endpoint_url
+        if endpoint is not None and not is_harmless_option("endpoint_url", endpoint):
+            endpoint = None
+        return replace(self, storage_options=options or None, endpoint_url=endpoint)
 
     def variables(self) -> dict[str, str]:
         """Variables with which a ckptctl that this process starts reaches the same storage.

@@ -20,7 +20,6 @@ from ckptctl.symbols import Symbol
 
 EXAMPLES = (
     "ckptctl history /shared/ckpt/run-1234",
-    "ckptctl history /shared/ckpt/run-1234 --log train.log",
     "ckptctl history /shared/ckpt/* --metrics /var/lib/node_exporter/ckptctl.prom --quiet",
 )
 EXIT_CODES = (0, 2, 75, 77)

@@ -76,8 +76,17 @@ def loss(
         int | None,
         Parameter(
             "--world-size N",
-            "The ranks of the resumed job, where they differ from those of the step that "
-            "--resume-from names: the speed is scaled.",
+            "The ranks of the resumed job, where they differ from those that saved: "
+            "--resume-from reads these, --saved-world-size states them.",
+            min=1,
+            common=False,
+        ),
+    ] = None,
+    saved_world_size: Annotated[
+        int | None,
+        Parameter(
+            "--saved-world-size N",
+            "The ranks of the job that saved the checkpoint.",
             min=1,
             common=False,
         ),
@@ -219,7 +228,17 @@ def loss(
     if plot is not None:
         check_plot(plot)
     keys = _keys(key or ())
-    checkpoint = NamedCheckpoint(step=resume_step, report=resume_report, world_size=world_size)
+    checkpoint = NamedCheckpoint(
+        step=resume_step,
+        report=resume_report,
+        world_size=world_size,
+        saved_world_size=saved_world_size,
+    )
+    if world_size is not None and (saved_world_size or resume_from or resume_report) is None:
+        raise OptionError(
+            "--world-size",
+            "needs the ranks that saved: --resume-from, --resume-report or --saved-world-size",
+        )
     if resume_from is not None:
         checkpoint = _read_from(resume_from, checkpoint, storage)
         if checkpoint.step is None:
@@ -302,8 +321,8 @@ def _read_from(step: str, given: NamedCheckpoint, storage: StorageOptions) -> Na
             f"{step} is no step that can be read: it holds no tensor and no train state",
             next_command=command_line("verify", step),
         )
-    if (saved := contents.world_size) is not None and not saved.at_least:
-        given = replace(given, saved_world_size=saved.size)
+    if given.saved_world_size is None and (saved := contents.world_size) is not None:
+        given = replace(given, saved_world_size=None if saved.at_least else saved.size)
     if given.step is not None or contents.train_step is None:
         return given
     return replace(

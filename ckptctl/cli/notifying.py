@@ -88,7 +88,8 @@ def _words(given: str) -> list[str]:
     if given.startswith(("http://", "https://")):
         raise OptionError(
             "--notify",
-            "is a command, and not an address: --notify 'curl -sS --data-binary @- URL'",
+            "is a command, and not an address: --notify 'curl -fsS -H "
+            "Content-Type:application/json --data-binary @- URL'",
         )
     try:
         words = shlex.split(given)

@@ -246,24 +246,73 @@ _INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 
 
 def grouped(rows: Sequence[TensorRow]) -> list[Group]:
-    """The tensors, with those of equal names but for the numbers taken together."""
+    """The tensors, with those of equal names but for the numbers taken together.
+
+    A group holds every combination of the numbers that its name shows.
+    """
     alike: dict[tuple[object, ...], list[TensorRow]] = {}
     for row in rows:
         key = (_INDEX.sub("*", row.fqn), row.dtype, row.shape, row.whole_shape)
         alike.setdefault(key, []).append(row)
-    return [Group.of(group) for group in alike.values()]
+    return [Group.of(part) for group in alike.values() for part in _complete(group)]
+
+
+_MAX_VARYING = 4
+"""Numbers in a name that may vary; beyond, and with gaps, each tensor has a row."""
+
+
+def _complete(rows: Sequence[TensorRow]) -> Iterator[Sequence[TensorRow]]:
+    """The rows in as few groups as hold every combination of their numbers."""
+    columns = [set(numbers) for numbers in zip(*map(_numbers, rows), strict=True)]
+    varying = [at for at, numbers in enumerate(columns) if len(numbers) > 1]
+    if len(varying) < 2 or len(rows) == prod(len(numbers) for numbers in columns):
+        yield rows
+        return
+    if len(varying) > _MAX_VARYING:
+        yield from ([row] for row in rows)
+        return
+    by_first: dict[str, list[TensorRow]] = {}
+    for row in rows:
+        by_first.setdefault(_numbers(row)[varying[0]], []).append(row)
+    for part in by_first.values():
+        yield from _complete(part)
+
+
+def _numbers(row: TensorRow) -> list[str]:
+    return _INDEX.findall(row.fqn)
 
 
 def _common_name(names: Sequence[str]) -> str:
     """`layers.{0..31}.weight` for `layers.0.weight` to `layers.31.weight`.
 
-    `layers.*.weight` where numbers in between are missing.
+    Numbers that leave a gap are listed: `layers.{0,3}.weight`.
     """
-    columns = [*zip(*(map(int, _INDEX.findall(name)) for name in names), strict=True)]
-    spans = [(min(numbers), max(numbers)) for numbers in columns]
-    is_whole = len(names) == prod(last - first + 1 for first, last in spans)
-    several = "{{{}..{}}}" if is_whole else "*"
-    shown = iter(
-        [str(first) if first == last else several.format(first, last) for first, last in spans]
-    )
+    columns = zip(*(_INDEX.findall(name) for name in names), strict=True)
+    shown = iter([_number_range({int(number) for number in column}) for column in columns])
     return _INDEX.sub(lambda _: next(shown), names[0])
+
+
+_MAX_RANGES = 8
+
+
+def _number_range(numbers: set[int]) -> str:
+    """`7`, `{0..31}`, `{0,3}`, `{0..3,8..11}`."""
+    ordered = sorted(numbers)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    if ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"{{{ordered[0]}..{ordered[-1]}}}"
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [_run(run) for run in runs[:_MAX_RANGES]]
+    return f"{{{','.join([*shown, '...'] if len(runs) > _MAX_RANGES else shown)}}}"
+
+
+def _run(numbers: Sequence[int]) -> str:
+    if len(numbers) < 3:
+        return ",".join(map(str, numbers))
+    return f"{numbers[0]}..{numbers[-1]}"

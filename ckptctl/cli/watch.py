@@ -22,7 +22,7 @@ from ckptctl.options import Parameter, Requirements, StorageOptions
 from ckptctl.selection.watching import ALARM_AFTER, BYTES_PER_S, INTERVAL_S, Event, Watched
 
 EXAMPLES = (
-    "ckptctl watch /shared/ckpt/run-1234 --notify 'curl -sS --data-binary @- https://example.org'",
+    "ckptctl watch /shared/ckpt/run-1234 --notify 'curl -fsS --data-binary @- https://example.org'",
     "ckptctl watch s3://bucket/run-1234 --bandwidth 400M --accept-unverifiable",
     "ckptctl watch /shared/ckpt/run-1234 --once --grace 300 --notify /usr/local/bin/page",
 )

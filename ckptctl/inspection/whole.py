@@ -543,8 +543,10 @@ def _lost_since(
     now = _sizes(opened, fewer)
     then = _sizes_beside(other, [other.families[family.key] for family in fewer])
     is_less: dict[str, bool] = {}
-    for fqn, key in split_tensors(now, then):
-        is_smaller = now[fqn, key].n_elements < then[fqn, key].n_elements
+    for name in {*split_tensors(now, then), *(name for name in now if now[name].is_part)}:
+        size, key = now[name], name[1]
+        # A shard that states the shape of its whole tensor shows by itself what is missing.
+        is_smaller = size.lacks_parts if size.is_part else size.n_elements < then[name].n_elements
         is_less[key] = is_less.get(key, False) or is_smaller
     # A model of as many parts does not show that as many ranks wrote the optimizer.
     resized = {family.n_present for family in fewer if is_less.get(family.key) is False}
@@ -585,9 +587,10 @@ def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> I
         other = _Beside(older, then, is_newer=False)
         with suppress(StorageError):
             lost = [*_lost_since(opened, uncounted, other)]
-            is_same = _is_same_world((family for family, _ in named.values()), other)
             for gap, is_smaller in lost:
-                is_missing = is_smaller or is_same
+                # Files of fewer ranks, as of model parallelism alone, do not count all of them.
+                of_all = [family for family, _ in named.values() if family.n_files >= gap.n_files]
+                is_missing = is_smaller or _is_same_world(of_all, other)
                 yield _missing(opened.step, gap) if is_missing else _unlisted([gap.family], [other])
             if lost:
                 return

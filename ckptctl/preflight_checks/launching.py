@@ -172,10 +172,10 @@ def arguments(
 ) -> list[str]:
     """The arguments of the `preflight` that reports from a node; none is a secret.
 
-    What else reaches the storage is in the environment: see `StorageOptions.variables`.
+    Secrets reach the storage through the environment: see `StorageOptions.variables`.
     """
     words = [absolute_url(root) for root in roots]
     words += ["--config", "none"]
     words += ["--node-report", f"{absolute_url(step)}" if step else "none"]
     words += ["--node-probe", probe.token] if probe is not None else []
-    return [*words, *replace(storage, storage_options=None, endpoint_url=None).arguments()]
+    return [*words, *storage.public().arguments()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from ckptctl.errors import AlreadyExists
-from ckptctl.storage.contract import Store, list_if_there
+from ckptctl.storage.contract import Store, TooLarge, list_if_there
 
 
 class NumberedFiles:
@@ -49,6 +49,10 @@ class NumberedFiles:
         """
         try:
             self.store.put(self.path(number), data)
-        except AlreadyExists:
-            if self.store.read(self.path(number), limit=len(data) + 1) != data:
+        except AlreadyExists as taken:
+            try:
+                others = self.store.read(self.path(number), limit=len(data) + 1)
+            except TooLarge:
+                raise taken from None  # longer than ours: another writer's
+            if others != data:
                 raise

@@ -346,7 +346,7 @@ def test_no_mark_is_put_on_what_could_not_be_looked_at(root, monkeypatch):
         def read(self, path: str, *, limit: int) -> bytes:
             raise StorageUnavailable("no answer")
 
-    monkeypatch.setattr("ckptctl.storage.local.LocalStore", Silent)
+    monkeypatch.setattr("ckptctl.storage.opening.LocalStore", Silent)
     with pytest.raises(StorageUnavailable, match="no mark was written"):
         ckptctl.mark(f"{root}@500", "rejected", reason="spike")
     assert not (root / "step_500" / ".ckptctl").exists()
@@ -370,7 +370,7 @@ def test_no_marks_cost_no_request(root, monkeypatch):
             reads.append(path)
             return super().read(path, limit=limit)
 
-    monkeypatch.setattr("ckptctl.storage.local.LocalStore", Counting)
+    monkeypatch.setattr("ckptctl.storage.opening.LocalStore", Counting)
     ckptctl.verify(f"{root}@500", level=Level.LISTING)
     assert reads == ["step_500/.metadata"]
 
@@ -400,7 +400,7 @@ class ReadOnly(LocalStore):
 
 
 def test_a_read_only_root_says_where_marks_can_go_and_obeys_them_there(root, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptctl.storage.local.LocalStore", ReadOnly)
+    monkeypatch.setattr("ckptctl.storage.opening.LocalStore", ReadOnly)
     with pytest.raises(AccessDenied) as refused:
         ckptctl.mark(f"{root}@500", "rejected", reason="spike")
     assert "--marks" in refused.value.next_command

@@ -197,11 +197,11 @@ def test_a_format_that_nothing_can_prove_is_sealed_on_request(checkpoints, copy_
     root = copy_of(checkpoints / "run_fsdp4")
     step = root / "step_600"
     step.mkdir()
-    (step / "CKPT.yaml").write_bytes(b"of no format" * 80)
+    (step / "manifest.ocdbt").write_bytes(b"of no format" * 80)
     assert ckptctl.seal(str(step)).exit_code == 22
     assert ckptctl.seal(str(step), accept_unverifiable=True).exit_code == 0
-    (step / "CKPT.yaml").write_bytes(b"of another one" * 80)
-    assert ("seal.digest", "CKPT.yaml") in faults(every_byte(step))
+    (step / "manifest.ocdbt").write_bytes(b"of another one" * 80)
+    assert ("seal.digest", "manifest.ocdbt") in faults(every_byte(step))
 
 
 def test_records_without_checksums_are_proven_by_a_seal_alone(checkpoints, copy_of):
@@ -462,7 +462,7 @@ def test_a_storage_that_fails_while_it_is_digested_leaves_no_seal(root, monkeypa
                 raise StorageUnavailable("no answer")
             return super().open_file(path)
 
-    monkeypatch.setattr("ckptctl.storage.local.LocalStore", Failing)
+    monkeypatch.setattr("ckptctl.storage.opening.LocalStore", Failing)
     with pytest.raises(StorageUnavailable):
         ckptctl.seal(f"{root}@500")
     assert not (root / "step_500" / SEAL).exists()
