@@ -692,3 +692,39 @@ def test_two_copies_of_one_half_of_a_tensor_are_not_its_whole(tmp_path):
     for rank in (2, 3):
         (tmp_path / "step-20" / f"state_{rank}.pt").unlink()
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 10
+
+
+SHARDS_OF_RANKS = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = init_device_mesh("cpu", (4,))
+for number in range(3):
+    folder = Path(sys.argv[1]) / f"checkpoint_{number}"
+    folder.mkdir()
+    for rank in range(4):
+        part = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Shard(0)])
+        torch.save({"w": part}, folder / f"pytorch_model_fsdp_rank{rank}.bin")
+        moments = {"exp_avg": part, "exp_avg_sq": part, "step": torch.tensor(number * 10.0)}
+        groups = [{"lr": 0.1, "params": ["w"]}]
+        optimizer = {"state": {"w": moments}, "param_groups": groups}
+        torch.save(optimizer, folder / f"optimizer_rank{rank}.bin")
+"""
+
+
+def test_shards_that_state_their_whole_tensor_show_that_the_last_rank_is_lost(tmp_path):
+    """Each shard is as large as in the step before, so only what they state of the whole does."""
+    subprocess.run([sys.executable, "-c", SHARDS_OF_RANKS, str(tmp_path)], check=True)
+    newest = tmp_path / "checkpoint_2"
+    assert ckptctl.verify(str(newest)).exit_code == 0
+    for name in ("pytorch_model_fsdp_rank3.bin", "optimizer_rank3.bin"):
+        (newest / name).unlink()
+    report = ckptctl.verify(str(newest), grace_s=0)
+    assert report.exit_code == 20
+    assert "file.missing" in {finding.code for finding in report.findings}
+    accepting = ckptctl.PickPolicy(accept_unverifiable=True)
+    assert ckptctl.pick(str(tmp_path), policy=accepting, grace_s=0).step == 1
