@@ -315,12 +315,15 @@ def test_tensors_of_another_shape_have_a_row_of_their_own():
 @pytest.mark.parametrize(
     ("numbers", "shown"),
     [
+        ([(0,), (3,)], ["{0,3}.0"]),
         ([(0,), (1,)], ["{0..1}.0"]),
         ([(0,), (1,), (2,), (3,)], ["{0..3}.0"]),
-        ([(0, 0), (0, 1), (1, 0), (1, 1)], ["{0..1}.{0..1}"]),
-        # Not all that are in between: no row lists them.
-        ([(0,), (3,)], ["*.0"]),
-        ([(0, 0), (3, 3)], ["*.*"]),
+        ([(0,), (1,), (2,), (8,), (9,), (10,)], ["{0..2,8..10}.0"]),
+        ([(n,) for n in range(0, 40, 2)], ["{0,2,4,6,8,10,12,14,...}.0"]),
+        ([(0, 0), (0, 3), (3, 0), (3, 3)], ["{0,3}.{0,3}"]),
+        # Not every combination: no row says so.
+        ([(0, 0), (3, 3)], ["0.0", "3.3"]),
+        ([(0, 0), (0, 1), (0, 2), (3, 3)], ["0.{0..2}", "3.3"]),
     ],
 )
 def test_a_row_of_several_tensors_names_those_that_are_there_and_no_other(numbers, shown):
@@ -328,6 +331,12 @@ def test_a_row_of_several_tensors_names_those_that_are_there_and_no_other(number
     lines = text(contents_lines(contents(*tensors), every_tensor=False, width=None))
     names = [each.split()[0] for each in lines if "model.layers" in each]
     assert names == [f"model.layers.{each}.w" for each in shown]
+
+
+def test_names_of_thousands_of_numbers_end_in_a_row_each():
+    names = [".".join(["1"] * at + ["2"] * (2000 - at)) for at in range(0, 2000, 100)]
+    lines = text(contents_lines(contents(*map(tensor, names)), every_tensor=False, width=None))
+    assert sum(name in "\n".join(lines) for name in names) == len(names)
 
 
 def test_every_tensor_is_listed_where_that_is_asked_for():
