@@ -271,7 +271,7 @@ def test_a_value_is_hidden_in_every_form_in_which_it_may_be_written():
 
 
 def test_options_are_typed_by_their_keys_also_within_others():
-    StorageOptions(
+    storage = StorageOptions(
         storage_options={
             "anon": False,
             "client_kwargs": {"region_name": "eu-west-1", "aws_secret_access_key": CANARY},
@@ -281,6 +281,10 @@ def test_options_are_typed_by_their_keys_also_within_others():
         endpoint_url="http://ceph:7480",
     )
     assert redacted(f"eu-west-1 path {CANARY} hunter2") == "eu-west-1 path *** ***"
+    assert storage.public().arguments() == [
+        *("--endpoint-url", "http://ceph:7480", "--storage-option", "anon=false"),
+        *("--storage-option", 'config_kwargs={"s3": {"addressing_style": "path"}}'),
+    ]
 
 
 @pytest.mark.parametrize("given", [CANARY, f"={CANARY}", "c2VjcmV0/Y2FuYXJ5==", "x9!"])
@@ -428,7 +432,8 @@ def test_a_launcher_gets_secrets_by_environment_and_never_as_arguments(
     )
     recorded = file.read_text()
     assert not leaks(recorded, ran.stdout, ran.stderr)
-    assert "--storage-option" not in recorded
+    assert "secret=" not in recorded
+    assert "anon=false" in recorded
     assert ran.returncode == 0, ran.stderr
 
 
