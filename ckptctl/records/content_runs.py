@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.errors import MissingExtra, RecordUnreadable
-from ckptctl.formats.archive.directory import TAIL, RecordDirectory, read_directory
+from ckptctl.formats.archive.directory import (
+    TAIL,
+    RecordDirectory,
+    is_before_archives,
+    read_directory,
+)
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Piece
@@ -22,7 +27,6 @@ from ckptctl.records.not_finite import Form
 from ckptctl.records.opening import (
     FRAME_BYTES,
     Unpacker,
-    is_before_archives,
     is_plain_pickle,
     require_zstd,
     unpacked_limit,

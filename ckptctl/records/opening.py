@@ -36,7 +36,6 @@ from ckptctl.errors import (
     RecordUnreadable,
 )
 from ckptctl.formats.archive.directory import (
-    LEGACY_MAGIC,
     TAIL,
     Member,
     Readable,
@@ -45,6 +44,7 @@ from ckptctl.formats.archive.directory import (
     check_headers,
     check_texts,
     crc_offsets,
+    is_before_archives,
     parse_directory,
     read_member,
     tail_needed,
@@ -205,11 +205,6 @@ def _more(
     if (head, tail) == (len(view.head), len(view.tail)):
         return None
     return Need(head, tail)
-
-
-def is_before_archives(head: bytes) -> bool:
-    """Whether a record is in the form of torch before 1.6, by its first 16 bytes."""
-    return head.startswith(LEGACY_MAGIC[2:], 2)
 
 
 def is_plain_pickle(head: bytes, tail: bytes) -> bool:

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
-    LEGACY_MAGIC,
+    LEGACY_HEAD,
     Member,
     RecordDirectory,
     check_headers,
     check_texts,
+    is_before_archives,
     read_directory,
     read_member,
     wrong_crcs,
@@ -188,7 +189,7 @@ class _Read(dict[tuple[int, int], bytes]):
 def _sound(store: Store, file: FileInfo) -> tuple[RecordDirectory, _Read]:
     """The directory, and all members but the storages; headers agree with the directory."""
     path, length = file.path, file.size
-    if read_range(store, path, 0, min(len(LEGACY_MAGIC), length)) == LEGACY_MAGIC:
+    if is_before_archives(read_range(store, path, 0, min(LEGACY_HEAD, length))):
         raise UsageError(
             f"{store.url}/{path} has the format from before torch 1.6, which has no checksums; "
             "torch.load and torch.save rewrite it"

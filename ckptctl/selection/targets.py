@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import LEGACY_MAGIC, ZIP_MAGIC
+from ckptctl.formats.archive.directory import LEGACY_HEAD, ZIP_MAGIC, is_before_archives
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     WEIGHTS_ALONE,
@@ -321,7 +321,7 @@ def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> No
 
 def _lone_file(store: Store, file: FileInfo) -> UsageError:
     url, name = join_url(store.url, file.path), file.path
-    head = read_range(store, name, 0, min(len(LEGACY_MAGIC), file.size))
+    head = read_range(store, name, 0, min(LEGACY_HEAD, file.size))
     what = f"{url} is a file, not a step"
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(url)
@@ -330,7 +330,7 @@ def _lone_file(store: Store, file: FileInfo) -> UsageError:
         )
     stem = name.rpartition(".")[0] or name
     convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
-    if head.startswith(ZIP_MAGIC) or head[2:14] == LEGACY_MAGIC[2:14]:
+    if head.startswith(ZIP_MAGIC) or is_before_archives(head):
         return UsageError(
             f"{what}: if it is a file of torch.save, `ckptctl convert` can turn it into a step",
             next_command=command_line(*convert),

@@ -30,8 +30,10 @@ from ckptctl.errors import RecordUnreadable
 ZIP_MAGIC = b"PK\x03\x04"
 """The first bytes of an archive, and of a file of `torch.save` since torch 1.6."""
 
-LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How a file of `torch.save` from before torch 1.6 begins: the pickle of a number."""
+LEGACY_HEAD = 15
+"""Bytes of the pickle of a number with which `torch.save` of before torch 1.6 began a file."""
+_LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""That pickle behind its protocol."""
 
 TAIL = 1024
 """Bytes from the end on that hold the whole directory of a tensor's record."""
@@ -66,6 +68,11 @@ _TEXTS: Mapping[str, re.Pattern[bytes]] = {
     "byteorder": re.compile(rb"little|big"),
     ".data/serialization_id": re.compile(rb"[ -~]*"),
 }
+
+
+def is_before_archives(head: bytes) -> bool:
+    """Whether a file of `torch.save` is from before torch 1.6, by its first `LEGACY_HEAD` bytes."""
+    return head.startswith(_LEGACY_MAGIC, 2)
 
 
 class Member(NamedTuple):
