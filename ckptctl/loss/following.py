@@ -80,7 +80,7 @@ def is_settled(assessment: Assessment) -> bool:
         return n >= WINDOWS[-1]
     if replay.is_proof:
         return n >= GOOD_ROWS or not more_to_replay
-    if more_to_replay and replay.origin is Origin.COPIED:
+    if replay.origin is Origin.COPIED and not _logs_a_new_step(assessment):
         # A row that was not logged before shows that another attempt is training.
         return False
     if replay.agreement in (Agreement.DRIFT, Agreement.HIGHER):
@@ -97,6 +97,12 @@ def _more_to_replay(assessment: Assessment) -> bool:
     """Whether steps that were logged before are still to be trained again."""
     resume = assessment.resume
     return bool(resume.overwritten) and resume.overwritten[-1].step > resume.after[-1].step
+
+
+def _logs_a_new_step(assessment: Assessment) -> bool:
+    """Whether the resumed job has logged a step that was not logged before."""
+    resume = assessment.resume
+    return not resume.overwritten or resume.overwritten[-1].step < resume.after[-1].step
 
 
 class _Tail:

@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypedDict
 
@@ -25,7 +26,7 @@ import ckptctl
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context, expand
 from ckptctl.errors import OwnFileUnreadable, StorageError
-from ckptctl.formats.own.files import Fields, as_fields, parsed, typed
+from ckptctl.formats.own.files import as_fields, parsed, typed
 from ckptctl.formats.own.heartbeats import FOLDER_VARIABLE, KEY_VARIABLE
 from ckptctl.starting import python_command
 from ckptctl.storage.shared_places import new_private_folder, open_private_folder
@@ -95,11 +96,26 @@ def collect_elsewhere(start: Sequence[str], variables: Mapping[str, str]) -> lis
         done = run_bounded(words, _ANSWER_S, environment=environment)
     except OSError:
         return []
-    lines = (line.partition(_BEGIN)[2] for line in done.stdout.splitlines())
-    return [*filter(None, map(_answer_in, filter(None, lines)))]
+    return documents_in(done.stdout)
 
 
-def _answer_in(line: str) -> NodeDocument | None:
+def line_of(document: NodeDocument) -> str:
+    """The line that a node prints, with the innermost calls of each stack."""
+    ranks = [
+        replace(rank, stack=None if rank.stack is None else rank.stack[:_DEEPEST_KEPT])
+        for rank in document["ranks"]
+    ]
+    data = zlib.compress(json.dumps({**document, "ranks": ranks}, default=as_fields).encode())
+    return f"{_BEGIN}{base64.b64encode(data).decode()}\n"
+
+
+def documents_in(text: str) -> list[NodeDocument]:
+    """The answers among the lines that nodes printed."""
+    lines = (line.partition(_BEGIN)[2] for line in text.splitlines())
+    return [*filter(None, map(_document_in, filter(None, lines)))]
+
+
+def _document_in(line: str) -> NodeDocument | None:
     """The answer of a node; None for a line that is none."""
     try:
         data = zlib.decompressobj().decompress(base64.b64decode(line), _MAX_LINE_BYTES)
@@ -123,19 +139,13 @@ def main() -> None:
     finally:
         out.remove()
     sizes = (beat["world_size"] for beat in beats.values())
-    document = {
-        "node": cluster_context().node,
-        "works": found.works,
-        "ranks": [_fields_of(rank) for rank in found.ranks],
-        "world_size": max((size for size in sizes if size is not None), default=None),
-    }
-    data = zlib.compress(json.dumps(document).encode())
-    sys.stdout.write(f"{_BEGIN}{base64.b64encode(data).decode()}\n")
-
-
-def _fields_of(rank: RankEvidence) -> Fields:
-    stack = [frame._asdict() for frame in (rank.stack or ())[:_DEEPEST_KEPT]]
-    return {**as_fields(rank), "stack": None if rank.stack is None else stack}
+    document = NodeDocument(
+        node=cluster_context().node,
+        works=found.works,
+        ranks=[*found.ranks],
+        world_size=max((size for size in sizes if size is not None), default=None),
+    )
+    sys.stdout.write(line_of(document))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 import time
+from math import sin
 
 import pytest
 from command_line import COMMAND, clean_environment, validated
@@ -74,6 +75,21 @@ def test_a_verdict_that_is_settled_is_that_of_all_rows():
         for died in (SAVED, SAVED + 4, DIED):
             items = resumed(change, died=died, noise=0.004)
             assert rows_until_settled(items)[1] == check_rows(items).verdict.value
+
+
+def test_no_number_of_rows_settles_it_as_another_verdict_than_all_rows(tmp_path):
+    old, new = tmp_path / "old.log", tmp_path / "new.log"
+
+    def text(steps):
+        return "".join(f'{{"step": {n}, "loss": {0.7 + 0.05 * sin(7 * n)}}}\n' for n in steps)
+
+    old.write_text(text(range(1, 41)))
+    settled = set()
+    for last in range(22, 50):  # as many as a job may have logged when it is first looked at
+        new.write_text(text(range(21, last + 1)))
+        worst = check_loss([str(old), str(new)], resume_step=20).worst
+        settled |= {(last, worst.verdict.value)} if is_settled(worst) else set()
+    assert settled == {(last, "continuous") for last in range(41, 50)}
 
 
 def test_a_log_that_grows_is_followed_to_the_verdict(tmp_path):

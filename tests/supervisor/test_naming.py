@@ -7,6 +7,7 @@ import pytest
 from ckptctl.failures.rank_dumps import Frame
 from ckptctl.supervisor.evidence import RankEvidence
 from ckptctl.supervisor.hangs import name_ranks
+from ckptctl.supervisor.node_evidence import NodeDocument, documents_in, line_of
 
 WAITS = (Frame("all_reduce", "/x/torch/distributed/distributed_c10d.py", 3), Frame("f", "t.py", 9))
 LOADS = (Frame("next", "loader.py", 7), Frame("f", "t.py", 8))
@@ -57,3 +58,13 @@ def test_with_ranks_that_were_not_seen_only_a_dead_or_stopped_one_is_named(unsee
 def test_the_only_rank_of_a_job_is_named_unless_it_waits_in_a_collective():
     assert name_ranks([rank(0, LOADS)]).ranks == (0,)
     assert name_ranks([rank(0)]).ranks == ()
+
+
+def test_the_evidence_of_another_node_is_read_as_it_was_found():
+    ranks = [
+        rank(2, SLEEPS, moves=True, stuck=("a loader",)),
+        rank(3, None, state="D", wait="fuse"),
+    ]
+    sent = NodeDocument(node="n1", works=True, ranks=ranks, world_size=4)
+    assert documents_in(f"srun: a warning\n{line_of(sent)}") == [sent]
+    assert name_ranks([rank(0), rank(1, LOADS), *sent["ranks"]]).ranks == (3,)
