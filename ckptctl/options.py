@@ -566,6 +566,8 @@ class TrainOptions:
     `accept_lost` are kinds of state that the step or the job alone may have, wholly or in part.
     `names` maps kinds of state, and names in `extra`, to keys of steps that another program saved.
     `per_rank` are names of state, or patterns (`experts.*`), of which each rank saves its own.
+    `contract` is what the job states of itself, such as its global batch, its tokenizer and the
+    revision of its code; each step keeps it, and a resume names what differs.
     `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
     it waits for the slowest rank.
     """
@@ -581,6 +583,7 @@ class TrainOptions:
     accept_lost: Collection[str] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     per_rank: Collection[str] = ()
+    contract: Mapping[str, object] = field(default_factory=dict)
     settle_s: float = SETTLE_S
     patience_s: float = JOB_TIMEOUT_S
 
@@ -613,6 +616,7 @@ class TrainKeywords(PickKeywords, total=False):
     accept_lost: Collection[str]
     names: Mapping[str, str]
     per_rank: Collection[str]
+    contract: Mapping[str, object]
     settle_s: float
     patience_s: float
 

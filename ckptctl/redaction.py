@@ -93,7 +93,8 @@ HARMLESS_OPTIONS = frozenset(
     f"--{name}"
     for name in (
         # Numbers, switches and words of a list.
-        *("accept-unverifiable", "alarm-after", "allow-fresh", "allow-missing-state", "apply"),
+        *("accept-drift", "accept-unverifiable", "alarm-after", "allow-fresh"),
+        *("allow-missing-state", "apply"),
         *("before", "canary", "color", "continue", "create", "debug", "detailed-exitcode"),
         *("dry-run", "exit-code", "failures-per-node-day", "fault", "follow", "format"),
         *("from-step", "grace", "help", "jobs", "json", "keep", "last", "level"),
@@ -116,7 +117,7 @@ HARMLESS_OPTIONS = frozenset(
         # What a person writes for others to read.
         *("adopt", "by", "evidence", "reason", "reset-budget"),
         # Paths and addresses; what is secret in an address is hidden in any text.
-        *("config", "endpoint-url", "evidence-dir", "flight-recorder", "follow-links"),
+        *("config", "contract", "endpoint-url", "evidence-dir", "flight-recorder", "follow-links"),
         *("hosts-file", "ignore", "key-file", "log", "log-dir", "marks", "metrics"),
         *("node-report", "optional-root", "other-root", "plot", "report", "resume-from"),
         *("resume-report", "root", "rows", "state", "transcript", "work"),

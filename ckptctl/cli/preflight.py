@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import ckptctl
 from ckptctl.cli.options import (
@@ -17,10 +18,13 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded, refused_lines
-from ckptctl.errors import OptionError
+from ckptctl.errors import OptionError, OwnFileUnreadable
+from ckptctl.formats.own.contract import MAX_CONTRACT_BYTES
+from ckptctl.formats.own.files import parsed
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
+from ckptctl.storage.shared_places import open_named
 from ckptctl.symbols import Style
 
 EXAMPLES = (
@@ -59,6 +63,23 @@ def preflight(
             "--log FILE",
             "A training log of the job that died, oldest first: count the steps, tokens "
             "and seconds after the chosen step, which are repeated.",
+            common=False,
+        ),
+    ] = None,
+    contract: Annotated[
+        str | None,
+        Parameter(
+            "--contract FILE",
+            "What the job states of itself (TOML or JSON): compare it with the contract of the "
+            "chosen step, and stop where a term differs.",
+            common=False,
+        ),
+    ] = None,
+    accept_drift: Annotated[
+        list[str] | None,
+        Parameter(
+            "--accept-drift TERM",
+            "A term of the contract that may differ. May be given several times.",
             common=False,
         ),
     ] = None,
@@ -133,6 +154,8 @@ def preflight(
             room_for=room_for,
             probe_storage=probe_storage,
             logs=log or (),
+            contract=None if contract is None else stated_in(contract),
+            accept_drift=accept_drift or (),
             launchers=launchers,
             group=group,
             policy=policy,
@@ -146,6 +169,26 @@ def preflight(
         if found.path is not None:
             out.bare((found.capacity.value if print_capacity else found.path,))
     return found.exit_code
+
+
+def stated_in(path: str) -> dict[str, Any]:
+    """What a job states of itself, in a file of TOML, or of JSON by its name."""
+    import tomllib
+
+    try:
+        with os.fdopen(open_named(path), "rb") as file:
+            data = file.read(MAX_CONTRACT_BYTES + 1)
+        if len(data) > MAX_CONTRACT_BYTES:
+            raise OptionError("--contract", f"{path} has more than {MAX_CONTRACT_BYTES:,} bytes")
+        if path.endswith(".json"):
+            return parsed(data, MAX_CONTRACT_BYTES, numbers="finite")
+        return tomllib.loads(data.decode("utf-8-sig"))
+    except OSError as error:
+        raise OptionError("--contract", f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise OptionError("--contract", f"{path} is no TOML: {error}") from error
+    except OwnFileUnreadable as error:
+        raise OptionError("--contract", f"{path}: {error.message}") from error
 
 
 def parse_launchers(given: list[str] | None, timeout_s: float) -> tuple[Launcher, ...]:

@@ -44,6 +44,12 @@ from ckptctl.formats.frameworks.parts import (
     with_archives,
 )
 from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds, optimizer_steps
+from ckptctl.formats.own.contract import (
+    CONTRACT_FILE,
+    MAX_CONTRACT_BYTES,
+    Terms,
+    parse_contract,
+)
 from ckptctl.formats.own.data_ledger import DATA_FILE, MAX_DATA_BYTES, DataFields, parse_data
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.formatting import command_line, inside
@@ -69,7 +75,7 @@ from ckptctl.inspection.structure import Structure, n_structure_reads, read_stru
 from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
-from ckptctl.storage.contract import ShortRead, Store, list_if_there, read_range
+from ckptctl.storage.contract import ShortRead, Store, TooLarge, list_if_there, read_range
 from ckptctl.storage.opening import join_url
 
 MAX_KINDS = 64
@@ -317,6 +323,19 @@ class OpenStep:
         if [fields["metadata"]] != list(self.digests.values()):
             return None, f"the data ledger of {self.name} is that of another save"
         return fields, None
+
+    def read_contract(self) -> tuple[Terms | None, str | None]:
+        """The contract of this save; None with the reason. Cost: one read."""
+        try:
+            data = self.store.read(self.in_store(CONTRACT_FILE), limit=MAX_CONTRACT_BYTES)
+            fields = parse_contract(data)
+        except PathNotFound:
+            return None, f"{self.name} states no contract"
+        except (OwnFileUnreadable, TooLarge) as error:
+            return None, f"the contract of {self.name} cannot be read: {error.message}"
+        if [fields["metadata"]] != list(self.digests.values()):
+            return None, f"the contract of {self.name} is that of another save"
+        return fields["terms"], None
 
 
 class OpenPart:

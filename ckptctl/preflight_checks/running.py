@@ -25,8 +25,10 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank, train_step_of
+from ckptctl.formats.own.contract import Drift, Terms, drift, terms_of
 from ckptctl.formats.own.ledger import REPORT_SUFFIX, ResumeReport, read_report
 from ckptctl.formatting import command_line, counted, percent, some_of
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds, step_in
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 
 _DEEP_STEPS = 20
+_SHOWN_TERMS = 8
+"""How many terms of a contract a message names."""
 
 _Nodes = Mapping[str, tuple[NodeFacts, ...]]
 """What each process found in each root, by the address of the root."""
@@ -62,6 +66,8 @@ def preflight(
     room_for: int = 1,
     probe_storage: bool = False,
     logs: Sequence[str] = (),
+    contract: Mapping[str, object] | None = None,
+    accept_drift: Collection[str] = (),
     launchers: Sequence[Launcher] = (),
     group: ProcessGroup | None = None,
     policy: PickPolicy = PickPolicy(),
@@ -76,12 +82,12 @@ def preflight(
     where there must be room and what a probe writes to.
 
     The required `world_size` is how many ranks will load; None takes that of torchrun or
-    SLURM.
-    There must be room for `room_for` more
-    steps as large as the chosen one. `probe_storage` writes up to 64 MiB, reads them back
-    and compares, and searches the newest 20 steps for what damaged ones share. `logs`
-    are those of the job that died: the work behind the chosen step is counted. `launchers`
-    inspect the storage from other nodes, and the results are compared. `group` are
+    SLURM. There must be room for `room_for` more steps as large as the chosen one.
+    `probe_storage` writes up to 64 MiB, reads them back and compares, and searches the newest 20
+    steps for what damaged ones share. `logs` are those of the job that died: the work behind the
+    chosen step is counted. `contract` is what the job states of itself, and is compared with
+    that of the chosen step; a term that differs and is not in `accept_drift` stops the job.
+    `launchers` inspect the storage from other nodes, and the results are compared. `group` are
     the processes of the job, each of which must call this. The rest is `pick`'s; each field of
     the three options objects is a keyword of this function, too.
 
@@ -122,6 +128,8 @@ def preflight(
             room_for=room_for,
             probe_storage=probe_storage,
             logs=logs,
+            contract=None if contract is None else terms_of(contract),
+            accept_drift=accept_drift,
             launchers=launchers,
         )
         nodes, probe = job.inspect_storage(group)
@@ -159,6 +167,8 @@ class _Job:
     room_for: int
     probe_storage: bool
     logs: Sequence[str]
+    contract: Terms | None
+    accept_drift: Collection[str]
     launchers: Sequence[Launcher]
 
     def inspect_storage(self, group: ProcessGroup) -> tuple[_Nodes, Check | None]:
@@ -224,8 +234,33 @@ class _Job:
             check_writers(store, chosen) if self.requirements.saved_world_size is None else None,
             check_capacity(n_ranks, ranks_from, chosen),
             _check_recomputed(self.logs, chosen, self.storage) if self.logs else None,
+            self._check_contract(chosen),
         ]
         return tuple(check for check in checks if check is not None)
+
+    def _check_contract(self, chosen: Report | None) -> Check | None:
+        """Whether the job is the one that saved the chosen step, as far as both state it."""
+        if self.contract is None or chosen is None:
+            return None
+        store, name = next(
+            (store, name)
+            for store in self.stores.values()
+            if (name := step_in(store, chosen.url)) is not None
+        )
+        saved, why = OpenStep(store, name).read_contract()
+        if saved is None:
+            return Check("contract", CheckOutcome.WARNING, f"{why}, so nothing is compared")
+        found = drift(saved, self.contract)
+        refused = [each for each in found if each.term not in self.accept_drift]
+        if refused:
+            shown = refused[:_SHOWN_TERMS]
+            accept = " ".join(f"--accept-drift {each.term}" for each in shown)
+            words = f"the job differs: {_listed(refused)}; to resume all the same, state {accept}"
+            return Check("contract", CheckOutcome.FAILED, words, EXIT_NONE_USABLE)
+        words = f"as the step: {counted(len(saved) - len(found), 'term')}"
+        if found:
+            words += f"; accepted: {_listed(found)}"
+        return Check("contract", CheckOutcome.WARNING if found else CheckOutcome.OK, words)
 
     def _reports(self) -> tuple[Report, ...]:
         """The reports of `pick`, and with a probe those of the newest steps besides."""
@@ -244,6 +279,11 @@ class _Job:
         )
         known = {one.url for one in reports}
         return (*reports, *(one for one in deep.reports if one.url not in known))
+
+
+def _listed(found: Sequence[Drift]) -> str:
+    more = [f"{len(found) - _SHOWN_TERMS} more"] if len(found) > _SHOWN_TERMS else []
+    return "; ".join([*map(str, found[:_SHOWN_TERMS]), *more])
 
 
 def _check_roots(named: Roots, nodes: _Nodes, room: int | None) -> Iterator[Check]:

@@ -23,6 +23,7 @@ from ckptctl.findings import Report
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.families import families_of
 from ckptctl.formats.frameworks.layouts import is_own, is_stage
+from ckptctl.formats.own.contract import CONTRACT_FILE, contract_bytes
 from ckptctl.formats.own.data_ledger import DATA_FILE, data_bytes
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_step
@@ -315,19 +316,23 @@ class _Work:
             store.put_pieces(f"{self._folder}/{path}", pieces, size)
             expected.add(path)
         if self.place.is_moved:
-            for path, data in (self._metadata() | self._data_ledger()).items():
+            for path, data in (self._metadata() | self._records()).items():
                 store.put(f"{self._folder}/{path}", data, replace=True)
                 expected.add(path)
             self.place.clear(self._folder, expected)
 
-    def _data_ledger(self) -> dict[str, bytes]:
-        """The data ledger of the source, for the new step: it is that of one metadata file."""
+    def _records(self) -> dict[str, bytes]:
+        """Data ledger and contract of the source, for the new step: of one metadata file."""
         opened = self.plan.source.opened
-        metadata = [*self._metadata().values()]
-        fields = None if opened is None else opened.read_data_ledger()[0]
-        if fields is None or len(metadata) != 1:
+        metadata = [sha256_of(data) for data in self._metadata().values()]
+        if opened is None or len(metadata) != 1:
             return {}
-        return {DATA_FILE: data_bytes({**fields, "metadata": sha256_of(metadata[0])})}
+        found: dict[str, bytes] = {}
+        if (fields := opened.read_data_ledger()[0]) is not None:
+            found[DATA_FILE] = data_bytes({**fields, "metadata": metadata[0]})
+        if (terms := opened.read_contract()[0]) is not None:
+            found[CONTRACT_FILE] = contract_bytes(terms, metadata[0])
+        return found
 
     def _metadata(self) -> dict[str, bytes]:
         url = absolute_url(self.place.url)
@@ -365,8 +370,8 @@ class _Work:
         """Publish the step, atomically for each part."""
         store, name = self.place.store, self.place.name
         if not self.place.is_moved:
-            for path, data in (self._data_ledger() | self._metadata()).items():
-                store.put(f"{name}/{path}", data, replace=path == DATA_FILE)
+            for path, data in (self._records() | self._metadata()).items():
+                store.put(f"{name}/{path}", data, replace=path in (DATA_FILE, CONTRACT_FILE))
             return
         self.place.move(self.identity)
 

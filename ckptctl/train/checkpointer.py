@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.formats.own.contract import terms_of
 from ckptctl.formats.own.ledger import RemovingLine, SavedLine, SavingLine
 from ckptctl.formatting import and_more
 from ckptctl.inspection.inspecting import Inspection
@@ -130,7 +131,7 @@ class Checkpointer:
         parts.check()
         names = {**dict(requirements.state_map), **options.names}
         check_names(names, parts)
-        options = replace(options, names=names)
+        options = replace(options, names=names, contract=terms_of(options.contract))
         keys = [f"{kind}={key}" for kind, key in names.items() if kind in STATE_KINDS]
         requirements = replace(requirements, state_keys=keys)
         if not options.accept_repetition:

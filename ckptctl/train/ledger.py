@@ -25,6 +25,7 @@ from ckptctl.distributed.launcher import Cluster
 from ckptctl.distributed.process_table import own_process
 from ckptctl.errors import AlreadyExists, CkptctlError, StorageError
 from ckptctl.findings import Report
+from ckptctl.formats.own.contract import Drift, drift, terms_of
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import (
     REPORT_SCHEMA,
@@ -213,7 +214,19 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
         ],
         "saved_world_size": saved.world_size,
         "state": restored.inventory.document(),
+        "drift": [as_fields(each) for each in _drift_of(job, restored)],
     }
+
+
+def _drift_of(job: Job, restored: Restored) -> tuple[Drift, ...]:
+    """Where the job differs from the contract of the step. A step without one gets a note."""
+    if restored.opened is None or not job.options.contract:
+        return ()
+    saved, why = restored.opened.read_contract()
+    if saved is None:
+        restored.inventory.notes.append(f"{why}, so the job is compared with none")
+        return ()
+    return drift(saved, terms_of(job.options.contract))
 
 
 def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]:
@@ -239,6 +252,8 @@ def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]
     for word, names in report["state"].items():
         if names:
             yield f"{word}: {', '.join(names)}"
+    for each in report["drift"]:
+        yield f"warning: the job differs from the step in {Drift(**each)}"
     for note in restored.inventory.notes:
         yield f"note: {note}"
 

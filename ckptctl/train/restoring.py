@@ -33,6 +33,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, belongs_to_shards
+from ckptctl.formats.own.contract import Drift
 from ckptctl.formats.pickles.reading import collector_paused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
@@ -767,7 +768,8 @@ class Start:
     `path` is the loaded step, None for a fresh run. `tokens` and `samples` are the counts
     that the run had consumed, 0 if the step has none. `rejected` are newer steps that were
     not chosen. `report` is the document at `report_path`. In a replay `last` is the last
-    step to train, and no report is written.
+    step to train, and no report is written. `drift` are the terms of the contract that differ
+    from those of the step; empty where one of the two states none.
     """
 
     step: int
@@ -779,6 +781,7 @@ class Start:
     report: Mapping[str, Any]
     report_path: str | None
     last: int | None = None
+    drift: tuple[Drift, ...] = ()
 
     @property
     def fresh(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from ckptctl.distributed.launcher import ATTEMPT, cluster_context
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUnavailable, UsageError
 from ckptctl.findings import Report
+from ckptctl.formats.own.contract import Drift
 from ckptctl.formats.own.data_ledger import DataFields
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
 from ckptctl.formatting import command_line, counted, verb
@@ -78,7 +79,10 @@ from ckptctl.train.restoring import (
 )
 from ckptctl.train.state import sharded, template
 
-_SAME_ON_ALL = ("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "names", "per_rank")
+_SAME_ON_ALL = (
+    *("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "names", "per_rank"),
+    "contract",
+)
 """The options that every rank of a job acts upon."""
 
 
@@ -450,4 +454,5 @@ def _start(restored: Restored, report: Mapping[str, Any], path: str | None) -> S
         rejected=restored.rejected,
         report=report,
         report_path=path,
+        drift=tuple(Drift(**each) for each in report["drift"]),
     )

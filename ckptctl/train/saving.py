@@ -34,6 +34,7 @@ from ckptctl.formats.frameworks.layouts import (
     shard_rank,
     step_name,
 )
+from ckptctl.formats.own.contract import CONTRACT_FILE, contract_bytes, terms_of
 from ckptctl.formats.own.data_ledger import DATA_FILE, DataFields, data_bytes
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.marks import MarkKind
@@ -118,6 +119,7 @@ class StepSave:
         self._group = group
         self._attempt = attempt
         self._seals = options.seal
+        self._contract = terms_of(options.contract)
         self._key = key
 
     @property
@@ -221,15 +223,20 @@ class StepSave:
     def _before_metadata(self, metadata: bytes) -> None:
         """Reject a step of lost weights, and check that the root is still held; on rank 0 only.
 
-        The data ledger is written before: a step that is complete has it.
+        Data ledger and contract are written before: a step that is complete has them.
         """
         self.digests = ((METADATA, sha256_of(metadata)),)
+        of_save = self.digests[0][1]
+        own: dict[str, bytes] = {}
         if self._data is not None:
-            data = data_bytes({**self._data, "metadata": sha256_of(metadata)})
-            if self._store.folders is not None:
-                # Unlike `put`, this fails if a newer attempt has moved the step aside.
-                self._store.folders.make_folder(f"{self.name}/{OWN_FOLDER}")
-            self._store.put(f"{self.name}/{DATA_FILE}", data)
+            own[DATA_FILE] = data_bytes({**self._data, "metadata": of_save})
+        if self._contract:
+            own[CONTRACT_FILE] = contract_bytes(self._contract, of_save)
+        if own and self._store.folders is not None:
+            # Unlike `put`, this fails if a newer attempt has moved the step aside.
+            self._store.folders.make_folder(f"{self.name}/{OWN_FOLDER}")
+        for path, data in own.items():
+            self._store.put(f"{self.name}/{path}", data)
         if self._lost:
             held = Held(self._store, self._attempt.token)
             held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=self._lost)

@@ -43,7 +43,7 @@ HARMLESS = {
         *("--key-file", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
         *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
         *("--state", "--transcript", "--work", "--endpoint-url", "--ignore"),
-        *("--follow-links", "--resume-from", "--rows", "--config"),
+        *("--follow-links", "--resume-from", "--rows", "--config", "--contract"),
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),
@@ -54,7 +54,7 @@ HARMLESS = {
     ),
     "a name that the answer is about": (
         *("--key", "--mesh", "--nodes", "--other-nodes", "--pattern", "--root-env", "--shard"),
-        *("--strip", "--under", "--node-probe", "--allow-globals", "--seal-run"),
+        *("--strip", "--under", "--node-probe", "--allow-globals", "--seal-run", "--accept-drift"),
     ),
     "words of a person that a record keeps for others": (
         *("--by", "--evidence", "--reason", "--reset-budget", "--adopt"),

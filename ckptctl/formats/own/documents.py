@@ -133,6 +133,17 @@ class RestoredState(TypedDict):
     """The kinds that were not restored."""
 
 
+class DriftFields(TypedDict):
+    """A term in which a job differs from the step that it resumed from."""
+
+    term: str
+    """Its name."""
+    saved: str
+    """The value in the step, as JSON."""
+    now: str
+    """The value of the job."""
+
+
 class ResumeDocument(TypedDict):
     """How a job resumed."""
 
@@ -164,5 +175,7 @@ class ResumeDocument(TypedDict):
     """The attempt before, however it ended."""
     state: RestoredState
     """What became of the train state."""
+    drift: list[DriftFields]
+    """The terms of the contract that differ from those of the step."""
     cluster: "Cluster"
     """The job, the scheduler and the machine."""
