@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -154,14 +155,41 @@ def _forked_worker() -> Path:
     return program
 
 
+def _reasons(reporter: pytest.TerminalReporter) -> Counter[str]:
+    """Why tests were skipped, with how many."""
+    skipped = reporter.getreports("skipped")
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write each reason to skip tests once, with how many it skipped."""
-    skipped = terminalreporter.getreports("skipped")
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    reasons = _reasons(terminalreporter)
     if reasons:
         terminalreporter.section("skipped")
     for reason, n in reasons.most_common():
-        terminalreporter.write_line(f"{n:5,} {reason}")
+        not_listed = " (not in tests/allowed_skips.txt)" if not _may_skip(reason) else ""
+        terminalreporter.write_line(f"{n:5,} {reason}{not_listed}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in which tests were skipped for want of what it should have installed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or os.environ.get("CKPTCTL_TEST_SKIPS") != "listed":
+        return
+    if session.exitstatus == 0 and not all(map(_may_skip, _reasons(reporter))):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _may_skip(reason: str) -> bool:
+    return any(pattern.fullmatch(reason) for pattern in _allowed_skips())
+
+
+@cache
+def _allowed_skips() -> Sequence[re.Pattern[str]]:
+    lines = (ROOT / "tests" / "allowed_skips.txt").read_text().splitlines()
+    patterns = (line.partition("  #")[0] for line in lines if line and not line.startswith("#"))
+    return [re.compile(pattern) for pattern in patterns]
 
 
 class _ShownAtOnce:

@@ -2,12 +2,12 @@
 
     python tools/platforms.py [--write]
 
-prints a table; with --write also into docs/platforms.md, where a platform that could not be
-tried keeps its last result. Each platform has an environment of its own below
-`.cache/platforms`, with the versions of `constraints.txt` where pip has them. A Python runs the
-tests of the base package, a torch those of reading, writing and resuming, on checkpoints that
-the pinned torch of `.venv` wrote. The Python of `.venv` runs every test in `make test`, and here
-those of the base package if no other Python is at hand. Ends with 1 where a test failed.
+prints a table; with --write also into docs/platforms.md. Each platform has an environment of its
+own below `.cache/platforms`, with the versions of `constraints.txt` where pip has them. A Python
+runs the tests of the base package, a torch those of reading, writing and resuming, on checkpoints
+that the pinned torch of `.venv` wrote. The Python of `.venv` runs every test in `make test`, and
+here those of the base package if no other Python is at hand. Ends with 1 where a test failed, or
+what a platform needs could not be installed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ BASE = ("inspection", "formats", "records", "selection", "failures", "logs", "lo
 TORCH = ("test_reader.py", "test_writer.py", "test_loadable.py", "test_checkpointer.py")
 FAST = "not server and not slow and not long"
 _TABLE = re.compile(r"(?<=<!-- platforms -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_ROW = re.compile(r"^\| (\w+ [\d.]+) \| (.*) \|$", re.M)
 
 say = partial(print, flush=True)
 
 
 class NotHere(Exception):
-    """Why a platform cannot be tried."""
+    """Why a platform cannot be tried on this machine."""
+
+
+class NotInstalled(Exception):
+    """Why what a platform needs was not installed, although it could be."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,6 @@ def main() -> int:
     from made_checkpoints import checkpoints
 
     os.environ["CKPTCTL_TEST_CHECKPOINTS"] = str(checkpoints())
-    rows = dict(_ROW.findall(DOCUMENT.read_text()))
     tried: dict[str, str] = {}
     failed = False
     # The next environment is installed while the tests run in the one before.
@@ -67,11 +69,11 @@ def main() -> int:
             try:
                 passed, result = tested(python.result(), platform.marks, platform.paths)
             except NotHere as reason:
-                result = f"not tried: {reason}"
-                tried[platform.name] = rows.get(platform.name, result)
-            else:
-                tried[platform.name] = result
-                failed |= not passed
+                passed, result = True, f"not tried: {reason}"
+            except NotInstalled as reason:
+                passed, result = False, f"not installed: {reason}"
+            tried[platform.name] = result
+            failed |= not passed
             say(result)
     own = f"Python {OWN}"
     tried.setdefault(own, "every test, in `make test`")
@@ -153,7 +155,7 @@ def install(python: Path, *what: str) -> None:
     command = [*pip, "install", "-qq", "-c", "constraints.txt", *what]
     done = subprocess.run(command, check=False, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        raise NotHere(f"pip: {done.stderr.strip().splitlines()[-1]}")
+        raise NotInstalled(f"pip: {done.stderr.strip().splitlines()[-1]}")
 
 
 def tested(python: Path, marks: str, paths: Sequence[str]) -> tuple[bool, str]:
