@@ -51,7 +51,7 @@ from ckptctl.records.not_finite import FORMS, FiniteScan, Form, Values
 from ckptctl.records.opening import Unfit
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
-from ckptctl.records.slices import blocks
+from ckptctl.records.slices import Strided, blocks, row_major
 from ckptctl.storage.contract import read_range
 
 N_COMPARED = 64
@@ -368,7 +368,8 @@ class _Reader:
             sizes, item_bytes = entry.chunks.sizes_of(number), DTYPE_SIZES[entry.dtype]
             first = next(blocks(sizes, item_bytes, _COMPARED_BYTES))
             held = memory[fqn, number] = memoryview(bytearray(first.n_elements * item_bytes))
-            target = MemoryTarget(first, item_bytes, held)
+            there = Strided(held, 0, row_major(first.sizes, item_bytes))
+            target = MemoryTarget(first, item_bytes, there)
             wanted[self._first[fqn] + number] = [target]
         SliceLoads(self._source, self).load(wanted)
         return memory
@@ -381,16 +382,16 @@ class _Reader:
         path = inside(self._source.folder, place.file)
         return value_in_record(read_range(self._source.store, path, place.offset, place.length))
 
-    def item_bytes(self, dtype: str) -> int:
+    def item_bytes(self, stub: TensorStub) -> int:
         """See `Caller.item_bytes`."""
-        return DTYPE_SIZES[dtype]
+        return DTYPE_SIZES[stub.dtype]
 
     def take_value(self, number: int, data: bytes) -> None:
         """See `Caller.take_value`; only tensors are asked for."""
 
-    def damage(self, number: int, code: str, reason: str) -> RecordUnreadable:  # noqa: ARG002
+    def damage(self, number: int, error: RecordUnreadable | Unfit) -> RecordUnreadable:  # noqa: ARG002
         """See `Caller.damage`."""
-        return RecordUnreadable(reason)
+        return RecordUnreadable(error.message)
 
     def before_reading(self) -> None:
         """See `Caller.before_reading`."""

@@ -280,7 +280,7 @@ class _Work:
                 prove(
                     part.source,
                     self._pieces(part),
-                    self._budget.buffers.held,
+                    self._budget.buffers,
                     Limits(self._budget.jobs, on_progress=on_progress),
                     only=[entry.fqn for entry in part.entries],
                 )

@@ -67,7 +67,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
         assert inspected.report.exit_code == 0, inspected.report.findings
         planned = plan(source_of(inspected), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)
-        budget = WriteLimits(2, Buffers(block, block, 1 << 20))
+        budget = WriteLimits(2, Buffers(block, 1 << 20))
         written = write(planned, place, budget, WriteOptions())
         assert isinstance(written, Written), written.findings
     return planned
