@@ -46,7 +46,7 @@ from ckptctl.inspection.sidecars import FileReads, value_in_file, value_in_recor
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.model import DTYPE_SIZES, SHARDED, Metadata, TensorEntry
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
-from ckptctl.records.loading import MemoryTarget, SliceLoads
+from ckptctl.records.loading import Caller, MemoryTarget, SliceLoads
 from ckptctl.records.not_finite import FORMS, FiniteScan, Form, Values
 from ckptctl.records.opening import Unfit
 from ckptctl.records.ranges import Ranges
@@ -350,7 +350,7 @@ def _compared(opened: OpenStep, part: OpenPart, scanned: Mapping[str, Values]) -
     yield from _fallen(opened, part, before, doubted)
 
 
-class _Reader:
+class _Reader(Caller):
     """Reads the first elements of chunks in the records of one step."""
 
     def __init__(self, part: OpenPart, metadata: Metadata, folder: str) -> None:
@@ -386,15 +386,9 @@ class _Reader:
         """See `Caller.item_bytes`."""
         return DTYPE_SIZES[stub.dtype]
 
-    def take_value(self, number: int, data: bytes) -> None:
-        """See `Caller.take_value`; only tensors are asked for."""
-
     def damage(self, number: int, error: RecordUnreadable | Unfit) -> RecordUnreadable:  # noqa: ARG002
         """See `Caller.damage`."""
         return RecordUnreadable(error.message)
-
-    def before_reading(self) -> None:
-        """See `Caller.before_reading`."""
 
 
 def _fallen(

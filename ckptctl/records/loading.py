@@ -215,24 +215,22 @@ class MemoryTarget(NamedTuple):
 _NO_BYTES = memoryview(b"")
 
 
-class Caller(Protocol):
+class Caller:
     """Decides what the engine does not know about the one for whom it loads."""
 
     def item_bytes(self, stub: TensorStub) -> int:
         """The bytes of an element; raises `Unfit` for a tensor that the caller does not take."""
-        ...
-
-    def take_value(self, number: int, data: bytes) -> None:
-        """Take the whole record of a range that holds no tensor."""
-        ...
+        raise NotImplementedError
 
     def damage(self, number: int, error: RecordUnreadable | Unfit) -> Exception:
         """The error for a damaged record; `error.code` is that of the finding."""
-        ...
+        raise NotImplementedError
+
+    def take_value(self, number: int, data: bytes) -> None:
+        """Take the whole record of a range that holds no tensor, if the caller asks for such."""
 
     def before_reading(self) -> None:
         """Called when the memory of targets is about to be read into, by other threads."""
-        ...
 
 
 _Kind = tuple[int, Expected]

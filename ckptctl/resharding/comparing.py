@@ -35,13 +35,13 @@ from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.resharding.reading import FlatFile, open_flat, read_safetensors, storage_of
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
-    Buffers,
     SliceReader,
     SourceBytes,
     SourceDamaged,
     SourceFiles,
     SourcePart,
     SourceTensor,
+    ThreadLimits,
     check_format,
     read_values,
     source_of,
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_BUFFERS = Buffers(1 << 20, 64 << 20)
-_THREADS = 2
+_ROOM = ThreadLimits(2, 1 << 20, 64 << 20)
 
 Entry = SourceTensor | SourceBytes
 
@@ -210,7 +209,7 @@ class _Compared:
                     tasks[name] = partial(self._of_values, name, left, right, progress)
             elif isinstance(left, SourceBytes) and isinstance(right, SourceBytes):
                 shown[name] = self._of_bytes(name, left, right)
-        compared = in_threads([*tasks.values()], _THREADS, progress, total, on_progress)
+        compared = in_threads([*tasks.values()], _ROOM.jobs, progress, total, on_progress)
         self.n_by_checksum = sum(by_checksum for by_checksum, _ in compared)
         self.n_by_bytes = len(compared) - self.n_by_checksum
         shown |= {name: one for name, (_, one) in zip(tasks, compared, strict=True)}
@@ -221,8 +220,8 @@ class _Compared:
     ) -> tuple[bool, tuple[str, str] | None]:
         """Whether the checksums of a tensor were enough, and how its values differ, if they do."""
         with (
-            SliceReader(self.a.files[name], _BUFFERS) as of_a,
-            SliceReader(self.b.files[name], _BUFFERS) as of_b,
+            SliceReader(self.a.files[name], _ROOM) as of_a,
+            SliceReader(self.b.files[name], _ROOM) as of_b,
         ):
             is_same = _same_checksums((left, of_a), (right, of_b))
             if is_same is None:
@@ -279,8 +278,8 @@ def _different_bytes(a: _Read, b: _Read, progress: WriteProgress) -> tuple[str, 
     """The first elements that differ, with their index; None if all are equal."""
     (left, of_a), (right, of_b) = a, b
     item_bytes = left.item_bytes
-    buffers = [memoryview(bytearray(_BUFFERS.block)) for _ in range(2)]
-    for part in blocks(left.entry.shape, item_bytes, _BUFFERS.block):
+    buffers = [memoryview(bytearray(_ROOM.block)) for _ in range(2)]
+    for part in blocks(left.entry.shape, item_bytes, _ROOM.block):
         if not part.n_elements:
             return None
         (one,), (other,) = (

@@ -41,9 +41,10 @@ from ckptctl.resharding.sources import (
     SourceBytes,
     SourcePart,
     SourceTensor,
+    ThreadLimits,
     read_values,
 )
-from ckptctl.resharding.writing import WriteLimits, WriteProgress, in_threads, prove
+from ckptctl.resharding.writing import WriteProgress, in_threads, prove
 from ckptctl.storage.opening import join_url
 
 FILE_BYTES = 5_000_000_000
@@ -237,7 +238,7 @@ def write_export(
     source: Source,
     export: Export,
     place: Place,
-    room: WriteLimits,
+    room: ThreadLimits,
     on_progress: OnProgress | None,
 ) -> None:
     """Write, verify, read again, publish.
@@ -297,7 +298,7 @@ class _Copy:
     def __init__(
         self,
         file: WholeFile,
-        room: WriteLimits,
+        room: ThreadLimits,
         progress: WriteProgress,
         proving: threading.Lock,
     ) -> None:
@@ -313,7 +314,7 @@ class _Copy:
         Raises `SourceDamaged` before the last piece if the source does not match what was saved.
         """
         crcs: list[int] = []
-        block = memoryview(bytearray(self._room.buffers.block))
+        block = memoryview(bytearray(self._room.block))
         before = self.file.between(crcs)
         self.crc = crc32(before)
         yield memoryview(before)
@@ -323,7 +324,7 @@ class _Copy:
                 tensors = [*group]
                 if path not in readers:
                     files = tensors[0].part.files
-                    reader = SliceReader(files, self._room.buffers, self._written.add)
+                    reader = SliceReader(files, self._room, self._written.add)
                     readers[path] = stack.enter_context(reader)
                 slices = [
                     (one.tensor, TensorSlice.whole(one.tensor.entry.shape)) for one in tensors
@@ -350,7 +351,6 @@ class _Copy:
                 prove(
                     part,
                     proof[part.path],
-                    self._room.buffers,
-                    Limits(self._room.jobs),
+                    self._room,
                     only=[whole.tensor.fqn for whole in self.file.tensors if whole.part is part],
                 )

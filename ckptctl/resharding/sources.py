@@ -59,6 +59,7 @@ from ckptctl.model import (
 from ckptctl.records.byte_pass import FileReads
 from ckptctl.records.elements import Block, block_of
 from ckptctl.records.loading import (
+    Caller,
     MemoryTarget,
     RepeatedReads,
     SliceLoads,
@@ -422,9 +423,13 @@ def _sidecars(inspected: Inspection) -> Iterator[RankFile]:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """Bytes that each thread may hold: of a block, twice, and of a record that is read whole."""
+class ThreadLimits:
+    """How many threads work, and the bytes that each may hold.
 
+    Those are of a `block`, twice, and of a record that is read whole.
+    """
+
+    jobs: int
     block: int
     held: int
 
@@ -443,7 +448,7 @@ class Piece(NamedTuple):
     crc: int
 
 
-class SourceFiles:
+class SourceFiles(Caller):
     """The records of one folder of the source, opened by several threads; see `Caller`.
 
     `folder` is where it is in the store, and `part_path` in the step at `url`. `records` are the
@@ -495,9 +500,6 @@ class SourceFiles:
             raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
         return DTYPE_SIZES[stub.dtype]
 
-    def take_value(self, number: int, data: bytes) -> None:
-        """See `Caller.take_value`; only tensors are asked for."""
-
     def damage(self, number: int, error: RecordUnreadable | Unfit) -> SourceDamaged:
         """See `Caller.damage`."""
         message, name = error.message, self.ranges.owner(number).name
@@ -509,9 +511,6 @@ class SourceFiles:
         elif isinstance(error, WrongChecksum):
             message = f"{name}: {error.names} does not match the checksum saved with it"
         return SourceDamaged(self.finding(error.code, self.place(number), message))
-
-    def before_reading(self) -> None:
-        """See `Caller.before_reading`."""
 
     def check_held(self, limit: int, number: int, n_bytes: int) -> None:
         """Raise `UsageError` for a record of more bytes than may be held."""
@@ -531,13 +530,13 @@ class SliceReader(Closing):
     """
 
     def __init__(
-        self, files: SourceFiles, buffers: Buffers, count: Callable[[int], None] = lambda _: None
+        self, files: SourceFiles, room: ThreadLimits, count: Callable[[int], None] = lambda _: None
     ) -> None:
         self.proof: list[Piece] = []
         self._files = files
         self._count = count
-        self._reads = FileReads(files.store, max(buffers.block, SMALLEST_BLOCK))
-        check_held = partial(files.check_held, buffers.held)
+        self._reads = FileReads(files.store, max(room.block, SMALLEST_BLOCK))
+        check_held = partial(files.check_held, room.held)
         repeated = RepeatedReads(files.records, files.templates, self._reads, check_held)
         self._loads = SliceLoads(files.source, files, repeated=repeated)
 

@@ -20,7 +20,6 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptctl.errors import OptionError, PathNotFound, RecordUnreadable
@@ -34,13 +33,13 @@ from ckptctl.records.verification import CrcPart, Passing, check_parts, combined
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.sources import (
     SMALLEST_BLOCK,
-    Buffers,
     Piece,
     SliceReader,
     SourceBytes,
     SourceDamaged,
     SourceFiles,
     SourcePart,
+    ThreadLimits,
 )
 from ckptctl.storage.contract import Store, StoreKind, read_if_there
 from ckptctl.storage.in_flight import act_in_flight
@@ -58,15 +57,7 @@ _LARGEST_BLOCK = 2 << 20
 _PARTS_IN_FLIGHT = 5
 
 
-@dataclass(frozen=True, slots=True)
-class WriteLimits:
-    """How many threads write, and what each may hold."""
-
-    jobs: int
-    buffers: Buffers
-
-
-def budget(memory: int, jobs: int | None, source: Store, target: Store) -> WriteLimits:
+def budget(memory: int, jobs: int | None, source: Store, target: Store) -> ThreadLimits:
     """The threads and buffers that fit in `memory` bytes; raises `UsageError` if too little.
 
     An upload holds a few more parts.
@@ -87,7 +78,7 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Write
     block = SMALLEST_BLOCK
     while block < _LARGEST_BLOCK and 8 * block <= each:
         block *= 2
-    return WriteLimits(n, Buffers(block, max(0, each - 2 * block) // 2))
+    return ThreadLimits(n, block, max(0, each - 2 * block) // 2)
 
 
 def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
@@ -162,13 +153,13 @@ class FileCopy:
         self,
         file: TargetFile,
         files: SourceFiles,
-        buffers: Buffers,
+        room: ThreadLimits,
         count: Callable[[int], None],
     ) -> None:
         self.proof: list[Piece] = []
         self._file = file
         self._files = files
-        self._buffers = buffers
+        self._room = room
         self._count = count
 
     def pieces(self) -> Iterator[memoryview]:
@@ -176,8 +167,8 @@ class FileCopy:
 
         Raises `SourceDamaged` if the source does not match what was saved.
         """
-        block = memoryview(bytearray(self._buffers.block))
-        with SliceReader(self._files, self._buffers, self._count) as reader:
+        block = memoryview(bytearray(self._room.block))
+        with SliceReader(self._files, self._room, self._count) as reader:
             self.proof = reader.proof
             slices = []
             for item in self._file.items:  # values come first
@@ -240,8 +231,8 @@ MAX_BYTES = 64 << 20
 def prove(
     part: SourcePart,
     pieces: Iterable[Piece],
-    buffers: Buffers,
-    limits: Limits,
+    room: ThreadLimits,
+    on_progress: OnProgress | None = None,
     *,
     only: Iterable[str] | None = None,
 ) -> int:
@@ -257,7 +248,7 @@ def prove(
     wanted = None if only is None else set(only)
     copied = [tensor for tensor in part.tensors if wanted is None or tensor.fqn in wanted]
     unproven: list[tuple[TensorRecord, CrcRun]] = []
-    with SliceReader(files, buffers) as reader:
+    with SliceReader(files, room) as reader:
         records = reader.open(chunk.number for tensor in copied for chunk in tensor.chunks)
         for number, record in records.items():
             if record.crc is None or not record.n_bytes or record.is_whole:
@@ -271,7 +262,9 @@ def prove(
                 unproven.append((record, run))
             elif crc != record.crc:
                 raise files.damage(number, WrongElements(record, crc))
-    n_read = read_runs(files.store, [run for _, run in unproven], limits)
+    n_read = read_runs(
+        files.store, [run for _, run in unproven], Limits(room.jobs, on_progress=on_progress)
+    )
     for record, run in unproven:
         if run.crc != record.crc:
             raise files.damage(record.number, WrongElements(record, run.crc))

@@ -58,7 +58,7 @@ from ckptctl.model import (
     TensorEntry,
 )
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.records.loading import QUANTIZED, LoadCounts, SliceLoads, TensorRecord
+from ckptctl.records.loading import QUANTIZED, Caller, LoadCounts, SliceLoads, TensorRecord
 from ckptctl.records.opening import Unfit
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
@@ -389,7 +389,7 @@ class _Item:
         self._load.planner.commit_tensor(self._item, self._target)
 
 
-class _Load:
+class _Load(Caller):
     """One load of a part for torch's planner, as the caller of the record engine."""
 
     def __init__(

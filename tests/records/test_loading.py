@@ -15,7 +15,7 @@ from ckptctl.errors import RecordUnreadable  # noqa: E402
 from ckptctl.formats.dcp.metadata import decode_metadata  # noqa: E402
 from ckptctl.formats.pickles.values import TensorStub  # noqa: E402
 from ckptctl.model import DTYPE_SIZES, Metadata  # noqa: E402
-from ckptctl.records.loading import MemoryTarget, SliceLoads  # noqa: E402
+from ckptctl.records.loading import Caller, MemoryTarget, SliceLoads  # noqa: E402
 from ckptctl.records.opening import Unfit  # noqa: E402
 from ckptctl.records.ranges import Ranges  # noqa: E402
 from ckptctl.records.reads import RecordSource  # noqa: E402
@@ -28,7 +28,7 @@ LONG, SHORT = (150, 7, 130), (6, 3, 2)
 """Longer than what is read with the frame of a record, and shorter."""
 
 
-class Caller:
+class Everything(Caller):
     """A caller that has every dtype, and keeps the values."""
 
     def __init__(self) -> None:
@@ -42,9 +42,6 @@ class Caller:
 
     def damage(self, number: int, error: RecordUnreadable | Unfit) -> Exception:
         return RecordUnreadable(f"record {number}, {error.code}: {error.message}")
-
-    def before_reading(self) -> None:
-        """Nothing else writes to the memory."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +86,7 @@ def test_slices_are_read_into_memory_in_row_major_order(saved, seed, prove):
         there = Strided(memory, 0, row_major(sizes, tensor.itemsize))
         target = MemoryTarget(TensorSlice(offsets, sizes), tensor.itemsize, there)
         wanted[numbers[name]] = [target]
-    caller = Caller()
+    caller = Everything()
     loads = SliceLoads(source, caller, prove_slices=prove)
     loads.load({**wanted, numbers["number"]: []})
     for name, elements in expected.items():
@@ -117,6 +114,6 @@ def test_a_changed_byte_of_a_record_that_is_read_whole_is_reported(saved, tmp_pa
         memory = memoryview(bytearray(4 * elements.n_elements))
         target = MemoryTarget(elements, 4, Strided(memory, 0, row_major(shape, 4)))
         with pytest.raises(RecordUnreadable, match=r"record.crc"):
-            SliceLoads(source, Caller()).load({numbers[name]: [target]})
+            SliceLoads(source, Everything()).load({numbers[name]: [target]})
         data[middle] ^= 0xFF
         (step / place.file).write_bytes(data)
