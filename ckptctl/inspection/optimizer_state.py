@@ -46,12 +46,12 @@ from ckptctl.inspection.sidecars import FileReads, value_in_file, value_in_recor
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.model import DTYPE_SIZES, SHARDED, Metadata, TensorEntry
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
-from ckptctl.records.loading import MemoryTarget, SliceLoads
+from ckptctl.records.loading import Caller, MemoryTarget, SliceLoads
 from ckptctl.records.not_finite import FORMS, FiniteScan, Form, Values
 from ckptctl.records.opening import Unfit
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
-from ckptctl.records.slices import blocks
+from ckptctl.records.slices import Strided, blocks, row_major
 from ckptctl.storage.contract import read_range
 
 N_COMPARED = 64
@@ -350,7 +350,7 @@ def _compared(opened: OpenStep, part: OpenPart, scanned: Mapping[str, Values]) -
     yield from _fallen(opened, part, before, doubted)
 
 
-class _Reader:
+class _Reader(Caller):
     """Reads the first elements of chunks in the records of one step."""
 
     def __init__(self, part: OpenPart, metadata: Metadata, folder: str) -> None:
@@ -368,7 +368,8 @@ class _Reader:
             sizes, item_bytes = entry.chunks.sizes_of(number), DTYPE_SIZES[entry.dtype]
             first = next(blocks(sizes, item_bytes, _COMPARED_BYTES))
             held = memory[fqn, number] = memoryview(bytearray(first.n_elements * item_bytes))
-            target = MemoryTarget(first, item_bytes, held)
+            there = Strided(held, 0, row_major(first.sizes, item_bytes))
+            target = MemoryTarget(first, item_bytes, there)
             wanted[self._first[fqn] + number] = [target]
         SliceLoads(self._source, self).load(wanted)
         return memory
@@ -381,19 +382,13 @@ class _Reader:
         path = inside(self._source.folder, place.file)
         return value_in_record(read_range(self._source.store, path, place.offset, place.length))
 
-    def item_bytes(self, dtype: str) -> int:
+    def item_bytes(self, stub: TensorStub) -> int:
         """See `Caller.item_bytes`."""
-        return DTYPE_SIZES[dtype]
+        return DTYPE_SIZES[stub.dtype]
 
-    def take_value(self, number: int, data: bytes) -> None:
-        """See `Caller.take_value`; only tensors are asked for."""
-
-    def damage(self, number: int, code: str, reason: str) -> RecordUnreadable:  # noqa: ARG002
+    def damage(self, number: int, error: RecordUnreadable | Unfit) -> RecordUnreadable:  # noqa: ARG002
         """See `Caller.damage`."""
-        return RecordUnreadable(reason)
-
-    def before_reading(self) -> None:
-        """See `Caller.before_reading`."""
+        return RecordUnreadable(error.message)
 
 
 def _fallen(

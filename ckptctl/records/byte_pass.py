@@ -14,17 +14,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from zlib_ng.zlib_ng import crc32
 
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Checksumming, Digester, Digests
-from ckptctl.storage.contract import OpenFile, Span, Store, StoreKind, spread
+from ckptctl.storage.contract import Closing, OpenFile, Span, Store, StoreKind, spread
 from ckptctl.storage.in_flight import act_in_flight
 
 PIECE_BYTES = 1 << 20
@@ -243,6 +244,49 @@ def read_run(file: OpenFile, run: Run, buffer: memoryview) -> Iterator[tuple[Pie
             file.read_into(start, *into)
             run.take(piece, into[0])
             yield piece, n_bytes
+
+
+_MAX_OPEN = 8
+
+
+class FileReads(Closing):
+    """Reads runs in the thread of the caller, and keeps a few files open until it is closed.
+
+    Pieces without memory of their own pass through a buffer of `n_bytes`.
+    """
+
+    def __init__(self, store: Store, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self._store = store
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
+
+    @cached_property
+    def _buffer(self) -> memoryview:
+        return memoryview(bytearray(self.n_bytes))
+
+    def file(self, path: str) -> OpenFile:
+        """A file of the store; the one that was not used for longest is closed for it."""
+        file = self._open.get(path)
+        if file is None:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            file = self._open[path] = self._store.open_file(path)
+        else:
+            self._open.move_to_end(path)
+        return file
+
+    def read(self, runs: Iterable[Run]) -> int:
+        """Read all runs in order; returns how many bytes were read."""
+        return sum(
+            n_bytes
+            for run in runs
+            for _, n_bytes in read_run(self.file(run.path), run, self._buffer)
+        )
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 def _read_objects(store: Store, board: _Board, number: int) -> None:

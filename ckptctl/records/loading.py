@@ -11,7 +11,8 @@ the elements. `elements` maps slices to bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import NamedTuple, Protocol
@@ -19,11 +20,11 @@ from typing import NamedTuple, Protocol
 from zlib_ng.zlib_ng import crc32
 
 from ckptctl.errors import RecordUnreadable
-from ckptctl.formats.archive.directory import Member, View
+from ckptctl.formats.archive.directory import View
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import inside
 from ckptctl.model import BytesEntry, TensorEntry
-from ckptctl.records.byte_pass import Limits, Piece, Run, read_runs
+from ckptctl.records.byte_pass import FileReads, Limits, Piece, Run, read_runs
 from ckptctl.records.elements import RUN_BYTES, ElementSink, StridedSink, element_runs
 from ckptctl.records.opening import (
     Expected,
@@ -41,10 +42,11 @@ from ckptctl.records.slices import (
     TensorSlice,
     copy_strided,
     dense_order,
+    is_contiguous,
     row_major,
 )
 from ckptctl.records.verification import ElementChecksum
-from ckptctl.storage.contract import MAX_BUFFERS, StoreKind
+from ckptctl.storage.contract import MAX_BUFFERS, StoreKind, read_range
 
 QUANTIZED = "quantized"
 """The sign of a tensor whose record holds scales beside its elements."""
@@ -61,6 +63,10 @@ class Reach:
     short: int
     longest: int
     skip: int
+
+    def within(self, n_bytes: int) -> Reach:
+        """The same with reads of at most `n_bytes`."""
+        return replace(self, short=min(self.short, n_bytes), longest=min(self.longest, n_bytes))
 
 
 REACH = {
@@ -86,31 +92,55 @@ class LoadCounts:
 
 
 class TensorRecord(NamedTuple):
-    """The tensor in the record of range `number`: `member` holds its elements.
+    """The tensor in the record of range `number`.
 
-    `view` is what was read of the record.
+    Its elements are `n_bytes` from byte `start` of the record on, with the checksum `crc`, None
+    without one. `view` is what was read of the record, None if nothing of it is held. `is_whole`
+    if also a slice takes all of it: it is compressed, or not in row-major order.
     """
 
     number: int
-    view: View
     stub: TensorStub
-    member: Member
-    has_crcs: bool
+    start: int
+    n_bytes: int
+    crc: int | None
+    view: View | None = None
+    is_whole: bool = False
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """See `order_of`."""
-        return order_of(self.stub)
+        """The dimensions from the slowest to the fastest; None where there are gaps or repeats."""
+        return dense_order(self.stub.shape, self.stub.strides)
+
+    @property
+    def elements(self) -> memoryview | None:
+        """The bytes of the elements, if all of the record was read."""
+        if self.view is None or len(self.view.head) < self.view.length:
+            return None
+        return memoryview(self.view.head)[self.start : self.start + self.n_bytes]
 
 
-def order_of(stub: TensorStub) -> tuple[int, ...] | None:
-    """The dimensions of a tensor from the slowest to the fastest.
+def is_row_major(stub: TensorStub) -> bool:
+    """Whether the elements of a tensor follow one another in row-major order."""
+    usual = zip(stub.shape, stub.strides, row_major(stub.shape), strict=True)
+    in_order = all(size == 1 or stride == step for size, stride, step in usual)
+    return in_order or not prod(stub.shape)
 
-    None unless its elements fill their storage exactly once, from beginning to end.
-    """
-    if stub.storage_offset or prod(stub.shape) != stub.n_elements_in_storage:
-        return None
-    return dense_order(stub.shape, stub.strides)
+
+class WrongElements(Unfit):
+    """The elements of a record have the CRC-32 `found`, and not the one that was saved."""
+
+    def __init__(self, record: TensorRecord, found: int) -> None:
+        self.n_bytes, self.saved, self.found = record.n_bytes, record.crc or 0, found
+        name = f"data/{record.stub.storage_key}"
+        super().__init__(
+            "record.crc", f"{name} has CRC-32 {found:08x}, but {self.saved:08x} was saved"
+        )
+
+
+def fills_storage(stub: TensorStub) -> bool:
+    """Whether the elements of a tensor are all that is in its storage, each once."""
+    return not stub.storage_offset and prod(stub.shape) == stub.n_elements_in_storage
 
 
 class Target(Protocol):
@@ -139,77 +169,97 @@ class Target(Protocol):
 
 
 class MemoryTarget(NamedTuple):
-    """A slice of a tensor in row-major order, in `memory` of as many bytes; see `Target`.
+    """A slice of a tensor that goes to `there`; see `Target`.
 
     The signs of a record (a conjugated view) are not applied.
     """
 
     elements: TensorSlice
     item_bytes: int
-    memory: memoryview
+    there: Strided
 
-    def memory_for(self, stub: TensorStub) -> memoryview:  # noqa: ARG002
+    @property
+    def run(self) -> memoryview | None:
+        """The bytes of the slice, if they follow one another in row-major order."""
+        (sizes, (buffer, first, strides)) = self.elements.sizes, self.there
+        if not is_contiguous(sizes, strides, self.item_bytes):
+            return None
+        return buffer[first : first + prod(sizes) * self.item_bytes]
+
+    def memory_for(self, stub: TensorStub) -> memoryview | None:  # noqa: ARG002
         """See `Target.memory_for`."""
-        return self.memory
+        return self.run
 
     def copy(self, record: TensorRecord) -> None:
         """See `Target.copy`."""
         stub, item_bytes = record.stub, self.item_bytes
-        data = record.view.get(record.member.start, record.member.end) or b""
         strides = tuple(stride * item_bytes for stride in stub.strides)
-        source = Strided(memoryview(data), stub.storage_offset * item_bytes, strides)
-        copy_strided(
-            Strided(self.memory, 0, row_major(self.elements.sizes, item_bytes)),
-            source.at(self.elements.offsets),
-            self.elements.sizes,
-            item_bytes,
-        )
+        source = Strided(record.elements or _NO_BYTES, stub.storage_offset * item_bytes, strides)
+        there = source.at(self.elements.offsets)
+        copy_strided(self.there, there, self.elements.sizes, item_bytes)
 
     def sink(self, record: TensorRecord) -> StridedSink:
         """See `Target.sink`."""
-        order = record.order or ()
-        strides = row_major(self.elements.sizes, self.item_bytes)
+        order, there = record.order or (), self.there
         return StridedSink(
             tuple(record.stub.shape[dim] for dim in order),
             self.elements.permuted(order),
             self.item_bytes,
-            Strided(self.memory, 0, tuple(strides[dim] for dim in order)),
+            there._replace(strides=tuple(there.strides[dim] for dim in order)),
         )
 
     def finish(self) -> None:
         """See `Target.finish`."""
 
 
-class Caller(Protocol):
+_NO_BYTES = memoryview(b"")
+
+
+class Caller:
     """Decides what the engine does not know about the one for whom it loads."""
 
-    def item_bytes(self, dtype: str) -> int:
-        """The bytes of an element; raises `Unfit` for a dtype that the caller does not have."""
-        ...
+    def item_bytes(self, stub: TensorStub) -> int:
+        """The bytes of an element; raises `Unfit` for a tensor that the caller does not take."""
+        raise NotImplementedError
+
+    def damage(self, number: int, error: RecordUnreadable | Unfit) -> Exception:
+        """The error for a damaged record; `error.code` is that of the finding."""
+        raise NotImplementedError
 
     def take_value(self, number: int, data: bytes) -> None:
-        """Take the whole record of a range that holds no tensor."""
-        ...
-
-    def damage(self, number: int, code: str, reason: str) -> Exception:
-        """The error for a damaged record; `code` is that of the finding."""
-        ...
+        """Take the whole record of a range that holds no tensor, if the caller asks for such."""
 
     def before_reading(self) -> None:
         """Called when the memory of targets is about to be read into, by other threads."""
-        ...
 
 
 _Kind = tuple[int, Expected]
 """Length in bytes, dtype and shape: of records of one kind, most have one frame."""
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedReads:
+    """What loads that follow one another have in common: slices of a record, one after the other.
+
+    `records` are those that are open, without their bytes, and `templates` what they are like;
+    threads share both. `files` reads in the thread of the caller. A record that is compressed or
+    not in row-major order is held from one load to the next, if `check_held` does not raise for
+    its number and its bytes.
+    """
+
+    records: dict[int, TensorRecord]
+    templates: Templates
+    files: FileReads
+    check_held: Callable[[int, int], None]
+
+
 class SliceLoads:
     """Loads slices of the records of one part.
 
     With `prove_slices` a record is read whole also for a slice, and compared with its checksum.
-    Targets of at most `most_waiting` bytes are held at once; None for any number. `counts` are
-    those of all loads.
+    Targets of at most `most_waiting` bytes are held at once; None for any number. Without
+    `repeated` reads, `jobs` threads read, and nothing is held from one load to the next. `counts`
+    are those of all loads.
     """
 
     def __init__(
@@ -220,6 +270,7 @@ class SliceLoads:
         prove_slices: bool = False,
         jobs: int | None = None,
         most_waiting: int | None = None,
+        repeated: RepeatedReads | None = None,
     ) -> None:
         self.counts = LoadCounts()
         self._source = source
@@ -228,13 +279,17 @@ class SliceLoads:
         self._prove_slices = prove_slices
         self._jobs = jobs
         self._most_waiting = most_waiting
-        self._templates = Templates()
+        self._repeated = repeated
+        self._templates = Templates() if repeated is None else repeated.templates
         self._reach = REACH[source.store.kind]
+        if repeated is not None:
+            self._reach = self._reach.within(repeated.files.n_bytes)
+        self._held: TensorRecord | None = None
         self._waiting: list[Target] = []
         self._n_waiting = 0
         self._runs: list[Run] = []
         self._alike: dict[int, tuple[_Neighbour, Target]] = {}
-        self._unlike: list[int] = []
+        self._crcs: dict[int, int | None] = {}
 
     def load(self, wanted: Mapping[int, Sequence[Target]]) -> None:
         """Fill the targets of each record, by the number of its range.
@@ -244,6 +299,8 @@ class SliceLoads:
         """
         files, starts = self._ranges.files, self._ranges.starts
         in_order = sorted(wanted, key=lambda number: (files[number], starts[number]))
+        if self._repeated is not None:
+            in_order = [n for n in in_order if not self._load_open(n, wanted[n])]
         parsed, likely = self._divided(in_order, wanted)
         self._load_parsed(parsed, wanted)
         templates = {kind: self._templates.get(*kind) for kind in set(likely.values())}
@@ -255,9 +312,57 @@ class SliceLoads:
             self._read_if_full()
         self._load_parsed(others, wanted)
         self._read_waiting()
-        unlike, self._unlike = self._unlike, []
+        unlike, self._crcs = [n for n, crc in self._crcs.items() if crc is None], {}
         self._load_parsed(unlike, wanted)
         self._read_waiting()
+
+    # Records that an earlier load has opened
+
+    def open(self, numbers: Iterable[int]) -> Mapping[int, TensorRecord]:
+        """The records of these ranges of tensors, without their bytes; with `repeated` only.
+
+        Raises as `load` does. Cost: that of their frames; all of those that are compressed.
+        """
+        assert self._repeated is not None  # noqa: S101 - only then they are kept
+        wanted, records = [*numbers], self._repeated.records
+        others = [number for number in wanted if number not in records]
+        for record in self._parsed(others, {}):
+            self._keep(record)
+        return {number: records[number] for number in wanted}
+
+    def _load_open(self, number: int, targets: Sequence[Target]) -> bool:
+        """Load or queue the targets of a record that is open; False for one that is not."""
+        record = self._open_record(number)
+        if record is not None:
+            self._fill(record, targets)
+        return record is not None
+
+    def _open_record(self, number: int) -> TensorRecord | None:
+        """A record that was opened before, with its bytes if it must be held."""
+        assert self._repeated is not None  # noqa: S101 - the caller has asked
+        if self._held is not None and self._held.number == number:
+            return self._held
+        record = self._repeated.records.get(number)
+        if record is None or not record.is_whole:
+            return record
+        # The range of a record without a frame is that of its elements.
+        is_framed = record.n_bytes < self._ranges.lengths[number]
+        if is_framed or self._ranges.owner(number).transforms:
+            return None
+        self._repeated.check_held(number, record.n_bytes)
+        path = inside(self._source.folder, self._ranges.file_names[self._ranges.files[number]])
+        data = read_range(self._source.store, path, self._ranges.starts[number], record.n_bytes)
+        if record.crc is not None and (found := crc32(data)) != record.crc:
+            raise self._caller.damage(number, WrongElements(record, found))
+        self._held = record._replace(view=View(len(data), data, data))
+        return self._held
+
+    def _keep(self, record: TensorRecord) -> None:
+        """Keep an open record for the loads to come."""
+        if self._repeated is not None:
+            self._repeated.records[record.number] = record._replace(view=None)
+            if record.elements is not None and record.is_whole:
+                self._held = record
 
     # Records that are like one before
 
@@ -292,7 +397,8 @@ class SliceLoads:
         stub, (target,) = template.opened.stub, targets
         if stub is None or stub.signs or max(template.start, template.n_rest) > _MAX_FRAME:
             return False
-        if order_of(stub) != tuple(range(len(stub.shape))):
+        in_order = dense_order(stub.shape, stub.strides) == tuple(range(len(stub.shape)))
+        if not in_order or not fills_storage(stub):
             return False
         memory, first, wanted = target.memory_for(stub), template.start, target.elements
         if memory and wanted.sizes:
@@ -308,33 +414,53 @@ class SliceLoads:
 
     def _load_parsed(self, numbers: Sequence[int], wanted: Mapping[int, Sequence[Target]]) -> None:
         """Parse the frame of each record, decompressed if necessary, and load or queue it."""
+        for record in self._parsed(numbers, wanted):
+            self._keep(record)
+            self._fill(record, wanted[record.number])
+            self._read_if_full()
+
+    def _parsed(
+        self, numbers: Sequence[int], wanted: Mapping[int, Sequence[Target]]
+    ) -> Iterator[TensorRecord]:
+        """Each record that holds a tensor, with as much of it as its targets need.
+
+        The values in others are given to the caller.
+        """
         by_file: list[list[int]] = [[] for _ in self._ranges.file_names]
         for number in numbers:
             by_file[self._ranges.files[number]].append(number)
-        needs = {n: need for n in numbers if (need := self._need(n, wanted[n])) is not None}
+        needs = {n: need for n in numbers if (need := self._need(n, wanted.get(n, ()))) is not None}
         reading = Reading()
         for number, (view, record) in open_records(
-            self._source, by_file, self._open, reading, needs=needs, longest=self._reach.longest
+            self._source,
+            by_file,
+            partial(self._open, wanted),
+            reading,
+            needs=needs,
+            longest=self._reach.longest,
         ):
             self.counts.n_records += 1
             if record.stub is None:
                 self._caller.take_value(number, view.head)
             else:
-                self._fill(self._tensor(number, view, record, record.stub), wanted[number])
-            self._read_if_full()
+                yield self._tensor(number, view, record, record.stub)
         self.counts.n_read += reading.n_bytes
 
     def _need(self, number: int, targets: Sequence[Target]) -> Need | None:
         """How much of a record to read at first; None for its frame."""
         owner = self._ranges.owner(number)
         length = self._ranges.lengths[number]
+        if owner.transforms and self._repeated is not None:
+            self._repeated.check_held(number, unpacked_limit(owner))
         if isinstance(owner.entry, BytesEntry) or owner.transforms:
             return Need(head=length)
         sizes = owner.entry.chunks.sizes_of(owner.chunk)
         whole = self._prove_slices or any(target.elements.sizes == sizes for target in targets)
         return Need(head=length) if whole and length <= self._reach.short else None
 
-    def _open(self, number: int, view: View) -> tuple[View, OpenRecord] | Need:
+    def _open(
+        self, wanted: Mapping[int, Sequence[Target]], number: int, view: View
+    ) -> tuple[View, OpenRecord] | Need:
         owner = self._ranges.owner(number)
         tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
         try:
@@ -343,21 +469,28 @@ class SliceLoads:
                 view, expected, owner.transforms, unpacked_limit(owner)
             )
         except (RecordUnreadable, Unfit) as error:
-            raise self._caller.damage(number, error.code, error.message) from error
+            raise self._caller.damage(number, error) from error
         if isinstance(found, Need):
             return found
         view, record = found
-        stub, is_whole = record.stub, len(view.head) == view.length
-        if stub is None or is_whole:
+        if record.stub is None or len(view.head) == view.length or number not in wanted:
             return found
-        has_order = order_of(stub) is not None and QUANTIZED not in stub.signs
-        return found if has_order else Need(head=view.length)
+        tensor_record = self._tensor(number, view, record, record.stub)
+        if self._repeated is not None and tensor_record.is_whole:
+            self._repeated.check_held(number, view.length)
+        elif self._repeated is not None or (
+            tensor_record.order is not None
+            and fills_storage(record.stub)
+            and QUANTIZED not in record.stub.signs
+        ):
+            return found
+        return Need(head=view.length)
 
     def _tensor(
         self, number: int, view: View, record: OpenRecord, stub: TensorStub
     ) -> TensorRecord:
         try:
-            n_bytes = stub.n_elements_in_storage * self._caller.item_bytes(stub.dtype)
+            n_bytes = stub.n_elements_in_storage * self._caller.item_bytes(stub)
             member = record.elements
             # `open_record` cannot compare this for dtypes whose size only the caller knows.
             if member is None or member.size != n_bytes:
@@ -366,19 +499,21 @@ class SliceLoads:
                     "record.mismatch", f"it holds {has:,} bytes of elements instead of {n_bytes:,}"
                 )
         except Unfit as error:
-            raise self._caller.damage(number, error.code, error.message) from error
-        return TensorRecord(number, view, stub, member, record.directory.has_crcs)
+            raise self._caller.damage(number, error) from error
+        crc = member.crc if record.directory.has_crcs else None
+        is_whole = bool(self._ranges.owner(number).transforms) or not is_row_major(stub)
+        return TensorRecord(number, stub, member.start, member.size, crc, view, is_whole)
 
     # The elements of one record
 
     def _fill(self, record: TensorRecord, targets: Sequence[Target]) -> None:
-        item_bytes = self._caller.item_bytes(record.stub.dtype)
+        item_bytes = self._caller.item_bytes(record.stub)
         for place, target in enumerate(targets):
             n_bytes = target.elements.n_elements * item_bytes
             self.counts.n_needed += n_bytes
-            if len(record.view.head) == record.view.length:
+            if record.elements is not None:
                 target.copy(record)
-                self.counts.n_proven += record.member.size if record.has_crcs else 0
+                self.counts.n_proven += 0 if record.crc is None else record.n_bytes
                 target.finish()
                 continue
             self._waiting.append(target)
@@ -388,18 +523,19 @@ class SliceLoads:
 
     def _queue(self, record: TensorRecord, target: Target, *, prove: bool) -> None:
         """Queue the elements to be read with those of other records."""
-        member, ranges = record.member, self._ranges
+        ranges, stub, saved = self._ranges, record.stub, record.crc
         checksum = None
-        if record.has_crcs and (prove or target.elements.sizes == record.stub.shape):
+        is_whole = target.elements.sizes == stub.shape and fills_storage(stub)
+        if saved is not None and (prove or is_whole):
 
             def wrong(found: int) -> None:
-                reason = f"{member.name} has CRC-32 {found:08x}, but {member.crc:08x} was saved"
-                raise self._caller.damage(record.number, "record.crc", reason)
+                raise self._caller.damage(record.number, WrongElements(record, found))
 
-            checksum = ElementChecksum(member.size, member.crc, wrong)
-            self.counts.n_proven += member.size
+            checksum = ElementChecksum(record.n_bytes, saved, wrong)
+            self.counts.n_proven += record.n_bytes
         path = inside(self._source.folder, ranges.file_names[ranges.files[record.number]])
-        at = ranges.starts[record.number] + member.start
+        first = stub.storage_offset * self._caller.item_bytes(stub)
+        at = ranges.starts[record.number] + record.start + first
         sink = target.sink(record)
         self._runs += element_runs(path, at, sink, skip=self._reach.skip, checksum=checksum)
 
@@ -415,16 +551,23 @@ class SliceLoads:
             (record for record, _ in alike.values()), lambda record: files[record.number]
         ):
             path = inside(self._source.folder, self._ranges.file_names[file])
-            self._runs += _neighbour_runs(path, records, skip, self._unlike.append)
+            self._runs += _neighbour_runs(path, records, skip, self._crcs.__setitem__)
         self._caller.before_reading()
-        # The caller may give up, and use the memory otherwise: no thread may still write to it.
-        limits = Limits(jobs=self._jobs)
-        self.counts.n_read += read_runs(self._source.store, self._runs, limits)
+        if self._repeated is not None:
+            self.counts.n_read += self._repeated.files.read(self._runs)
+        else:
+            # The caller may give up, and use the memory otherwise: no thread may still write to it.
+            limits = Limits(jobs=self._jobs)
+            self.counts.n_read += read_runs(self._source.store, self._runs, limits)
         for target in self._waiting:
             target.finish()
-        for number in set(self._unlike):
-            alike.pop(number, None)
-        for record, target in alike.values():
+        for number, (record, target) in alike.items():
+            if (crc := self._crcs[number]) is None:
+                continue
+            template = record.template
+            stub, start, end = template.opened.stub, template.start, template.end
+            if stub is not None:
+                self._keep(TensorRecord(number, stub, start, end - start, crc))
             self.counts.n_records += 1
             self.counts.n_needed += len(record.memory)
             self.counts.n_proven += record.n_proven
@@ -468,6 +611,7 @@ class _Neighbour(NamedTuple):
 
 
 _Check = Callable[[_Neighbour, memoryview], None]
+_Done = Callable[[int, int | None], object]
 
 
 class _Part(NamedTuple):
@@ -487,22 +631,24 @@ class _CheckedPiece(Piece):
 
 
 class _Call:
-    """A call that is put together: bytes from `start` on, some of them into `buffer`.
+    """A call of at most `limit` bytes that is put together, from `start` on.
 
+    What belongs to no memory of the caller goes into `buffer`.
     Memory that is longer than a call is alone in it: `Piece.reads` divides it.
     """
 
-    def __init__(self, start: int, buffer: memoryview) -> None:
+    def __init__(self, start: int, buffer: memoryview, limit: int) -> None:
         self.checks: list[tuple[_Check, _Neighbour, memoryview]] = []
         self._start = self._end = start
         self._buffer = buffer
+        self._limit = limit
         self._into: list[memoryview] = []
         self._n_used = self._n_given = 0  # of the buffer: in all, and in `_into`
 
     def room(self, start: int, skip: int) -> int:
         """How many bytes from `start` on can be added; a gap of up to `skip` is read."""
         near = 0 <= start - self._end <= skip and len(self._into) < MAX_BUFFERS - 2
-        return len(self._buffer) - (start - self._start) if near else 0
+        return self._limit - (start - self._start) if near else 0
 
     def add_aside(self, start: int, n_bytes: int) -> memoryview:
         """Read bytes into the buffer; returns their place."""
@@ -536,31 +682,31 @@ class _Call:
 class _NeighbourRun:
     """Records of one file, in its order, that do not overlap; see `byte_pass.Run`.
 
-    Gaps of up to `skip` bytes are read. `differs` is called, in the thread that reads, with the
-    number of each record that is unlike its template or does not match its checksum.
+    Gaps of up to `skip` bytes are read. `done` is called, in the thread that reads, with the
+    number of each record and the checksum that was saved with its elements; with None for one
+    that is unlike its template or does not match its checksum.
     """
 
-    def __init__(
-        self, path: str, records: Sequence[_Neighbour], skip: int, differs: Callable[[int], object]
-    ) -> None:
+    def __init__(self, path: str, records: Sequence[_Neighbour], skip: int, done: _Done) -> None:
         self.path = path
         self.n_bytes = records[-1].end - records[0].start
         self._records = records
         self._skip = skip
-        self._differs = differs
+        self._done = done
         # Of the record that is being read, whose parts may be in several pieces:
         self._has_head = False
         self._crc = 0
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """See `byte_pass.Run`; `limit` is at least `_MAX_FRAME`."""
-        buffer = memoryview(bytearray(limit))
-        call = _Call(self._records[0].start, buffer)
+        n_aside = sum(self._n_aside(record) + self._skip for record in self._records)
+        buffer = memoryview(bytearray(min(limit, n_aside)))
+        call = _Call(self._records[0].start, buffer, limit)
         for record in self._records:
             for check, at, n_bytes, memory in self._parts(record):
                 if call.room(at, self._skip) < n_bytes:
                     yield from call.pieces()
-                    call = _Call(at, buffer)
+                    call = _Call(at, buffer, limit)
                 part = call.add_aside(at, n_bytes) if memory is None else call.add(at, memory)
                 call.checks.append((check, record, part))
         yield from call.pieces()
@@ -570,6 +716,13 @@ class _NeighbourRun:
         for check, record, part in piece.checks:
             # Elements that take several reads have a piece to themselves.
             check(record, part if len(piece.checks) > 1 else data)
+
+    def _n_aside(self, record: _Neighbour) -> int:
+        """The most bytes of a record that are read, and not into its memory."""
+        others = record.end - record.start - len(record.memory)
+        if record.n_proven:
+            return others
+        return min(others, record.template.start + record.template.n_rest + 2 * self._skip)
 
     def _parts(self, record: _Neighbour) -> Iterator[_Part]:
         _, start, template, first, memory = record
@@ -595,12 +748,10 @@ class _NeighbourRun:
 
     def _check_rest(self, record: _Neighbour, part: memoryview) -> None:
         checksums = record.template.checksums(part, 0)
-        if (
-            checksums is None
-            or not self._has_head
-            or (record.n_proven and self._crc != checksums[0])
-        ):
-            self._differs(record.number)
+        saved = None if checksums is None or not self._has_head else checksums[0]
+        if record.n_proven and self._crc != saved:
+            saved = None
+        self._done(record.number, saved)
 
 
 def _not_checked(record: _Neighbour, part: memoryview) -> None:
@@ -608,7 +759,7 @@ def _not_checked(record: _Neighbour, part: memoryview) -> None:
 
 
 def _neighbour_runs(
-    path: str, records: Iterable[_Neighbour], skip: int, differs: Callable[[int], object]
+    path: str, records: Iterable[_Neighbour], skip: int, done: _Done
 ) -> Iterator[_NeighbourRun]:
     """The runs that read records of one file, which are given in its order; see `_NeighbourRun`."""
     together: list[_Neighbour] = []
@@ -616,8 +767,8 @@ def _neighbour_runs(
         if together and (
             record.start < together[-1].end or record.end - together[0].start > RUN_BYTES
         ):
-            yield _NeighbourRun(path, together, skip, differs)
+            yield _NeighbourRun(path, together, skip, done)
             together = []
         together.append(record)
     if together:
-        yield _NeighbourRun(path, together, skip, differs)
+        yield _NeighbourRun(path, together, skip, done)

@@ -100,24 +100,6 @@ def open_records(
         by_file = [[number for number in numbers if number in more] for numbers in by_file]
 
 
-def open_one_record(
-    read: Callable[[int, int], bytes], length: int, open_one: Callable[[View], Opened | Need]
-) -> Opened:
-    """The result of `open_one` for a single record of `length` bytes.
-
-    `read` returns bytes of the record, given their start and number.
-    """
-    found: Opened | Need = _USUAL
-    while isinstance(found, Need):
-        head = read(0, min(found.head, length))
-        tail = head
-        if len(head) < length:
-            n_tail = min(found.tail, length)
-            tail = read(length - n_tail, n_tail)
-        found = open_one(View(length, head, tail))
-    return found
-
-
 def _read(
     source: RecordSource,
     by_file: Iterable[Sequence[int]],

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import StepDamaged, UsageError
@@ -30,17 +30,18 @@ from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import SHARDED, FileInfo, Level, Step
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import OnProgress
+from ckptctl.records.loading import is_row_major
 from ckptctl.records.slices import TensorSlice, blocks
 from ckptctl.resharding.reading import FlatFile, open_flat, read_safetensors, storage_of
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
-    Buffers,
     SliceReader,
     SourceBytes,
     SourceDamaged,
     SourceFiles,
     SourcePart,
     SourceTensor,
+    ThreadLimits,
     check_format,
     read_values,
     source_of,
@@ -53,8 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_BUFFERS = Buffers(1 << 20, 1 << 20, 64 << 20)
-_THREADS = 2
+_ROOM = ThreadLimits(2, 1 << 20, 64 << 20)
 
 Entry = SourceTensor | SourceBytes
 
@@ -182,7 +182,6 @@ class _Compared:
         self.names = sorted({*a.entries, *b.entries})
         self.n_by_checksum = 0
         self.n_by_bytes = 0
-        self._lock = threading.Lock()
 
     def by_metadata(self) -> Iterator[Difference]:
         """The differences in the metadata."""
@@ -199,89 +198,36 @@ class _Compared:
 
     def by_values(self, on_progress: OnProgress | None) -> list[Difference]:
         """The differences in values, of entries whose metadata is equal."""
-        different: list[Difference] = []
+        shown: dict[str, tuple[str, str] | None] = {}
         progress, total = WriteProgress(), 0
-        tasks: list[Callable[[], None]] = []
+        tasks: dict[str, Callable[[], tuple[bool, tuple[str, str] | None]]] = {}
         for name in self.names:
             left, right = self.a.entries.get(name), self.b.entries.get(name)
             if isinstance(left, SourceTensor) and isinstance(right, SourceTensor):
                 if _alike(left, right):
                     total += left.n_bytes
-                    tasks.append(self._task(name, left, right, different, progress))
+                    tasks[name] = partial(self._of_values, name, left, right, progress)
             elif isinstance(left, SourceBytes) and isinstance(right, SourceBytes):
-                shown = self._of_bytes(name, left, right)
-                different += [Difference(name, "values", *shown)] if shown else []
-        in_threads(tasks, _THREADS, progress, total, on_progress)
-        return sorted(different, key=lambda each: each.fqn)
+                shown[name] = self._of_bytes(name, left, right)
+        compared = in_threads([*tasks.values()], _ROOM.jobs, progress, total, on_progress)
+        self.n_by_checksum = sum(by_checksum for by_checksum, _ in compared)
+        self.n_by_bytes = len(compared) - self.n_by_checksum
+        shown |= {name: one for name, (_, one) in zip(tasks, compared, strict=True)}
+        return [Difference(name, "values", *one) for name, one in sorted(shown.items()) if one]
 
-    def _task(
-        self,
-        name: str,
-        left: SourceTensor,
-        right: SourceTensor,
-        different: list[Difference],
-        progress: WriteProgress,
-    ) -> Callable[[], None]:
-        def task() -> None:
-            by_checksum = self._same_checksums(name, left, right)
-            shown = None
-            if by_checksum is None:
-                shown = self._different_bytes(name, left, right, progress)
-            else:
-                progress.add(left.n_bytes)
-                if not by_checksum:
-                    shown = ("checksums", "other checksums")
-            with self._lock:
-                self.n_by_checksum += by_checksum is not None
-                self.n_by_bytes += by_checksum is None
-                if shown is not None:
-                    different.append(Difference(name, "values", *shown))
-
-        return task
-
-    def _same_checksums(self, name: str, left: SourceTensor, right: SourceTensor) -> bool | None:
-        """Whether all checksums are equal; None if they cannot be compared."""
-        if _slices(left) != _slices(right):
-            return None
-        same = True
-        for number in range(len(left.chunks)):
-            one = self.a.files[name].opened(left, number, _BUFFERS.held)
-            other = self.b.files[name].opened(right, number, _BUFFERS.held)
-            alike = one.strides == other.strides or (one.is_row_major and other.is_row_major)
-            comparable = (one.n_bytes, one.first) == (other.n_bytes, other.first) and alike
-            if one.crc is None or other.crc is None or not comparable:
-                return None
-            n_bytes = left.chunks[number].elements.n_elements * left.item_bytes
-            if one.crc != other.crc and one.n_bytes != n_bytes:
-                return None  # the storage holds more than this tensor
-            same = same and one.crc == other.crc
-        return same
-
-    def _different_bytes(
+    def _of_values(
         self, name: str, left: SourceTensor, right: SourceTensor, progress: WriteProgress
-    ) -> tuple[str, str] | None:
-        """The first elements that differ, with their index; None if all are equal."""
-        item_bytes = left.item_bytes
-        buffers = [memoryview(bytearray(_BUFFERS.block)) for _ in range(2)]
+    ) -> tuple[bool, tuple[str, str] | None]:
+        """Whether the checksums of a tensor were enough, and how its values differ, if they do."""
         with (
-            SliceReader(self.a.files[name], _BUFFERS) as of_a,
-            SliceReader(self.b.files[name], _BUFFERS) as of_b,
+            SliceReader(self.a.files[name], _ROOM) as of_a,
+            SliceReader(self.b.files[name], _ROOM) as of_b,
         ):
-            for part in blocks(left.entry.shape, item_bytes, _BUFFERS.block):
-                n_bytes = part.n_elements * item_bytes
-                if not n_bytes:
-                    return None
-                of_a.fill_block(left, part, buffers[0])
-                of_b.fill_block(right, part, buffers[1])
-                progress.add(n_bytes)
-                a, b = (buffer[:n_bytes] for buffer in buffers)
-                if a != b:
-                    number = _first(a, b) // item_bytes
-                    at, end = number * item_bytes, (number + 1) * item_bytes
-                    where = _index(part, number)
-                    shown = [f"{bytes(buffer[at:end]).hex()} at {where}" for buffer in (a, b)]
-                    return shown[0], shown[1]
-        return None
+            is_same = _same_checksums((left, of_a), (right, of_b))
+            if is_same is None:
+                return False, _different_bytes((left, of_a), (right, of_b), progress)
+        progress.add(left.n_bytes)
+        return True, None if is_same else ("checksums", "other checksums")
 
     def _of_bytes(self, name: str, left: SourceBytes, right: SourceBytes) -> tuple[str, str] | None:
         """How two non-tensor entries differ; None if they are equal."""
@@ -301,6 +247,55 @@ class _Compared:
         except SourceDamaged:
             return False
         return isinstance(one, Written) and one == other
+
+
+_Read = tuple[SourceTensor, SliceReader]
+
+
+def _same_checksums(a: _Read, b: _Read) -> bool | None:
+    """Whether all checksums of two tensors are equal; None if they cannot be compared."""
+    (left, of_a), (right, of_b) = a, b
+    if _slices(left) != _slices(right):
+        return None
+    same = True
+    ones = of_a.open(chunk.number for chunk in left.chunks)
+    others = of_b.open(chunk.number for chunk in right.chunks)
+    for chunk, one, other in zip(left.chunks, ones.values(), others.values(), strict=True):
+        strides = one.stub.strides == other.stub.strides
+        alike = strides or (is_row_major(one.stub) and is_row_major(other.stub))
+        first, other_first = one.stub.storage_offset, other.stub.storage_offset
+        alike = alike and (one.n_bytes, first) == (other.n_bytes, other_first)
+        if one.crc is None or other.crc is None or not (one.n_bytes and alike):
+            return None
+        n_bytes = chunk.elements.n_elements * left.item_bytes
+        if one.crc != other.crc and one.n_bytes != n_bytes:
+            return None  # the storage holds more than this tensor
+        same = same and one.crc == other.crc
+    return same
+
+
+def _different_bytes(a: _Read, b: _Read, progress: WriteProgress) -> tuple[str, str] | None:
+    """The first elements that differ, with their index; None if all are equal."""
+    (left, of_a), (right, of_b) = a, b
+    item_bytes = left.item_bytes
+    buffers = [memoryview(bytearray(_ROOM.block)) for _ in range(2)]
+    for part in blocks(left.entry.shape, item_bytes, _ROOM.block):
+        if not part.n_elements:
+            return None
+        (one,), (other,) = (
+            of_a.fill([(left, part)], buffers[0]),
+            of_b.fill([(right, part)], buffers[1]),
+        )
+        progress.add(len(one.data))
+        if one.data != other.data:
+            number = _first(one.data, other.data) // item_bytes
+            at, end = number * item_bytes, (number + 1) * item_bytes
+            where = _index(part, number)
+            return (
+                f"{bytes(one.data[at:end]).hex()} at {where}",
+                f"{bytes(other.data[at:end]).hex()} at {where}",
+            )
+    return None
 
 
 def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[Difference]:

@@ -31,11 +31,10 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.sources import Piece, SourceDamaged
+from ckptctl.resharding.sources import Piece, SourceDamaged, ThreadLimits
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
     FileCopy,
-    WriteLimits,
     WriteProgress,
     budget,
     entry_path,
@@ -138,7 +137,7 @@ class WriteOptions:
     group: ProcessGroup = field(default_factory=ProcessGroup)
     on_progress: OnProgress | None = None
 
-    def budget(self, source: Store, target: Store) -> WriteLimits:
+    def budget(self, source: Store, target: Store) -> ThreadLimits:
         """How many threads write, and what each may hold; raises `UsageError`."""
         return budget(self.memory, self.jobs, source, target)
 
@@ -151,7 +150,7 @@ class Written:
     continued: int
 
 
-def write(plan: Plan, place: Place, budget: WriteLimits, options: WriteOptions) -> Written | Report:
+def write(plan: Plan, place: Place, room: ThreadLimits, options: WriteOptions) -> Written | Report:
     """Write, verify, seal and publish a step; a `Report` if the new step is not complete.
 
     Every process of the group calls this, and rank 0 publishes; the others get the result of a
@@ -166,7 +165,7 @@ def write(plan: Plan, place: Place, budget: WriteLimits, options: WriteOptions) 
             "written, they were called differently, or do not see the same storage"
         )
     on_progress = group.watch(options.on_progress)
-    work = _Work(plan, place, budget, on_progress)
+    work = _Work(plan, place, room, on_progress)
     group.from_first(work.check_place)
     own = share_of(plan.shards, group.rank, group.size)
     continued = group.share(lambda: work.write_shards(own))[group.rank]
@@ -198,13 +197,13 @@ class _Work:
         self,
         plan: Plan,
         place: Place,
-        budget: WriteLimits,
+        room: ThreadLimits,
         on_progress: OnProgress | None,
     ) -> None:
         self.plan = plan
         self.place = place
         self.identity = plan.identity
-        self._budget = budget
+        self._room = room
         self._on_progress = on_progress
         self._folder = place.written_at(self.identity)
 
@@ -252,7 +251,7 @@ class _Work:
         part_of = {file.path: part for part in self.plan.parts for file in part.files}
         in_threads(
             [self._task(file, part_of[file.path], progress) for file in left],
-            self._budget.jobs,
+            self._room.jobs,
             progress,
             total,
             self._on_progress,
@@ -263,7 +262,7 @@ class _Work:
         self, file: TargetFile, part: PartPlan, progress: WriteProgress
     ) -> Callable[[], None]:
         def task() -> None:
-            copy = FileCopy(file, part.source.files, self._budget.buffers, progress.add)
+            copy = FileCopy(file, part.source.files, self._room, progress.add)
             store = self.place.store
             store.put_pieces(f"{self._folder}/{file.path}", copy.pieces, file.n_bytes)
             name = self.place.name
@@ -281,8 +280,8 @@ class _Work:
                 prove(
                     part.source,
                     self._pieces(part),
-                    self._budget.buffers.held,
-                    Limits(self._budget.jobs, on_progress=on_progress),
+                    self._room,
+                    on_progress,
                     only=[entry.fqn for entry in part.entries],
                 )
             except SourceDamaged:
@@ -352,7 +351,7 @@ class _Work:
         sealed = seal_found(
             OpenTarget(shown, name, tuple(list_step(shown, name))),
             Requirements(saved_world_size=saved, key=options.key),
-            Limits(self._budget.jobs, on_progress=on_progress),
+            Limits(self._room.jobs, on_progress=on_progress),
             replace=True,
             accept_unverifiable=options.accept_unverifiable,
             root=store,

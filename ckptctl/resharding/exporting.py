@@ -12,10 +12,11 @@ publishes the result.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from math import prod
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
@@ -40,9 +41,10 @@ from ckptctl.resharding.sources import (
     SourceBytes,
     SourcePart,
     SourceTensor,
+    ThreadLimits,
     read_values,
 )
-from ckptctl.resharding.writing import WriteLimits, WriteProgress, in_threads, prove
+from ckptctl.resharding.writing import WriteProgress, in_threads, prove
 from ckptctl.storage.opening import join_url
 
 FILE_BYTES = 5_000_000_000
@@ -236,7 +238,7 @@ def write_export(
     source: Source,
     export: Export,
     place: Place,
-    room: WriteLimits,
+    room: ThreadLimits,
     on_progress: OnProgress | None,
 ) -> None:
     """Write, verify, read again, publish.
@@ -296,7 +298,7 @@ class _Copy:
     def __init__(
         self,
         file: WholeFile,
-        room: WriteLimits,
+        room: ThreadLimits,
         progress: WriteProgress,
         proving: threading.Lock,
     ) -> None:
@@ -312,26 +314,34 @@ class _Copy:
         Raises `SourceDamaged` before the last piece if the source does not match what was saved.
         """
         crcs: list[int] = []
-        proof: dict[str, list[Piece]] = defaultdict(list)
-        block = memoryview(bytearray(self._room.buffers.block))
+        block = memoryview(bytearray(self._room.block))
         before = self.file.between(crcs)
         self.crc = crc32(before)
         yield memoryview(before)
-        for whole in self.file.tensors:
-            every = TensorSlice.whole(whole.tensor.entry.shape)
-            crc = 0
-            with SliceReader(whole.part.files, self._room.buffers, self._written.add) as reader:
-                for part in reader.elements(whole.tensor, every, block):
-                    crc = crc32_combine(crc, part.crc, len(part.data))
-                    yield part.data
-            proof[whole.part.path] += reader.proof
-            crcs.append(crc)
-            if len(crcs) == len(self.file.tensors):
-                self._prove(proof)
-            self.crc = crc32_combine(self.crc, crc, whole.n_bytes)
-            if behind := self.file.between(crcs):
-                self.crc = crc32(behind, self.crc)
-                yield memoryview(behind)
+        with ExitStack() as stack:
+            readers: dict[str, SliceReader] = {}
+            for path, group in groupby(self.file.tensors, lambda whole: whole.part.path):
+                tensors = [*group]
+                if path not in readers:
+                    files = tensors[0].part.files
+                    reader = SliceReader(files, self._room, self._written.add)
+                    readers[path] = stack.enter_context(reader)
+                slices = [
+                    (one.tensor, TensorSlice.whole(one.tensor.entry.shape)) for one in tensors
+                ]
+                read = readers[path].each(slices, block)
+                for whole, blocks in zip(tensors, read, strict=True):
+                    crc = 0
+                    for part in blocks:
+                        crc = crc32_combine(crc, part.crc, len(part.data))
+                        yield part.data
+                    crcs.append(crc)
+                    if len(crcs) == len(self.file.tensors):
+                        self._prove({at: reader.proof for at, reader in readers.items()})
+                    self.crc = crc32_combine(self.crc, crc, whole.n_bytes)
+                    if behind := self.file.between(crcs):
+                        self.crc = crc32(behind, self.crc)
+                        yield memoryview(behind)
 
     def _prove(self, proof: Mapping[str, Sequence[Piece]]) -> None:
         """Compare every record that went into the file with its checksum."""
@@ -341,7 +351,6 @@ class _Copy:
                 prove(
                     part,
                     proof[part.path],
-                    self._room.buffers.held,
-                    Limits(self._room.jobs),
+                    self._room,
                     only=[whole.tensor.fqn for whole in self.file.tensors if whole.part is part],
                 )

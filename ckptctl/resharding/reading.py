@@ -17,7 +17,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,22 +54,23 @@ from ckptctl.model import (
     DTYPE_SIZES,
     ByteRange,
     BytesEntry,
+    Chunk,
+    Chunks,
     FileInfo,
     Metadata,
     Part,
     TensorEntry,
 )
+from ckptctl.records.loading import TensorRecord, is_row_major
+from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import read_headers
-from ckptctl.records.slices import TensorSlice, row_major
+from ckptctl.records.slices import row_major
 from ckptctl.resharding.sources import (
-    Opened,
-    SourceChunk,
     SourceDamaged,
     SourceFiles,
     SourcePart,
-    opened_at,
+    listed_metadata,
     part_of,
-    tensor_entry,
 )
 from ckptctl.storage.contract import Span, Store, read_range
 
@@ -114,30 +115,32 @@ class FlatFile:
 
     def part_of_leaves(self, leaves: Sequence[Leaf], path: str = "") -> SourcePart:
         """The part that some leaves make; raises `NotPlain` for one that cannot be an entry."""
-        tensors: list[tuple[TensorEntry, list[SourceChunk]]] = []
-        others: list[tuple[BytesEntry, bytes]] = []
+        tensors: list[TensorEntry] = []
+        values: list[BytesEntry] = []
+        held: dict[str, bytes] = {}
+        records: dict[int, TensorRecord] = {}
         proven: set[str] = set()
         for leaf in leaves:
             stub = leaf.value
             if not isinstance(stub, TensorStub):
-                record = value_record(pickled_value(leaf))
-                others.append((BytesEntry(leaf.fqn, None, leaf.path), record))
+                held[leaf.fqn] = value_record(pickled_value(leaf))
+                place = ByteRange("", 0, len(held[leaf.fqn]))
+                values.append(BytesEntry(leaf.fqn, place, leaf.path))
                 continue
             member = storage_of(leaf.fqn, stub, self.members)
-            opened = opened_at(stub, member, member.crc)
-            # What is held is verified when it is read; otherwise once for each storage.
-            answers = not opened.is_row_major or member.name not in proven
-            if opened.is_row_major:
-                proven.add(member.name)
-            if not (answers and self.has_crcs and member.size):
-                opened = opened._replace(crc=None)
-            place = ByteRange(self.path, member.start, member.size)
-            chunk = SourceChunk(TensorSlice.whole(stub.shape), place, opened)
-            tensors.append((_entry(leaf, stub), [chunk]))
+            number = len(tensors)
+            crc, is_whole = member.crc if self.has_crcs else None, not is_row_major(stub)
+            # What is read whole is verified each time; otherwise once for each storage.
+            if not is_whole and member.name in proven:
+                crc = None
+            proven |= set() if is_whole else {member.name}
+            records[number] = TensorRecord(number, stub, 0, member.size, crc, None, is_whole)
+            tensors.append(_entry(leaf, stub, ByteRange(self.path, member.start, member.size)))
         content = repr([(m.name, m.crc, m.size) for m in self.directory.members])
         digest = sha256_of((self.url + content).encode("utf-8", "surrogateescape"))
-        part = part_of(path, tensors, digest, SourceFiles(self.store, "", self.url), others)
-        return replace(part, paths={leaf.fqn: leaf.path for leaf in leaves})
+        metadata = listed_metadata(tensors, digest, values)
+        files = SourceFiles(self.store, "", self.url, Ranges([metadata]), "", records)
+        return part_of(path, [metadata], files, folder="", held=held)
 
 
 def open_flat(
@@ -233,8 +236,10 @@ def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
     return tuple(leaf for leaf in leaves if kinds[leaf.fqn].names[0] == "model")
 
 
-def _entry(leaf: Leaf, stub: TensorStub) -> TensorEntry:
-    return tensor_entry(leaf.fqn, stub.dtype, stub.shape, leaf.path)
+def _entry(leaf: Leaf, stub: TensorStub, place: ByteRange | None = None) -> TensorEntry:
+    chunk = Chunk((0,) * len(stub.shape), stub.shape, place)
+    chunks = Chunks.of(len(stub.shape), [chunk])
+    return TensorEntry(leaf.fqn, stub.dtype, stub.shape, chunks, leaf.path)
 
 
 def storage_of(fqn: str, stub: TensorStub, members: Mapping[str, Member]) -> Member:
@@ -290,8 +295,17 @@ def read_safetensors(
         for tensor in parse_header(header[PREFIX:]):
             place = ByteRange(file.path, len(header) + tensor.start, tensor.n_bytes)
             by_name[tensor.name].append((tensor, place))
-    records = SourceFiles(store, folder, url, part.path)
-    return SafetensorsPart(_part(part.path, by_name, under, digest.hexdigest(), records), unnamed)
+    tensors = _tensors(by_name, under)
+    metadata = listed_metadata(tensors, digest.hexdigest())
+    # Elements are row-major, and have neither a frame nor a checksum.
+    chunks = [(entry.dtype, chunk) for entry in tensors for chunk in entry.chunks]
+    records = {
+        number: TensorRecord(number, _stub(dtype, chunk.sizes), 0, chunk.byte_range.length, None)
+        for number, (dtype, chunk) in enumerate(chunks)
+        if chunk.byte_range is not None
+    }
+    source = SourceFiles(store, folder, url, Ranges([metadata]), part.path, records)
+    return SafetensorsPart(part_of(part.path, [metadata], source), unnamed)
 
 
 def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | None:
@@ -308,13 +322,13 @@ def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | 
     return frozenset(parse_index(index).files.values())
 
 
-def _part(
-    path: str,
-    by_name: Mapping[str, Sequence[tuple[StoredTensor, ByteRange]]],
-    under: str,
-    digest: str,
-    files: SourceFiles,
-) -> SourcePart:
+def _stub(dtype: str, shape: tuple[int, ...]) -> TensorStub:
+    return TensorStub(dtype, shape, row_major(shape), 0, "", prod(shape))
+
+
+def _tensors(
+    by_name: Mapping[str, Sequence[tuple[StoredTensor, ByteRange]]], under: str
+) -> list[TensorEntry]:
     tensors = []
     for name, held in by_name.items():
         places = [piece.offsets for piece, _ in held if 0 not in piece.shape]
@@ -331,21 +345,11 @@ def _part(
         ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in held]
         shape = tuple(max(dim) for dim in zip(*ends, strict=True))
         fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
-        chunks = [
-            SourceChunk(
-                TensorSlice(piece.offsets, piece.shape),
-                place,
-                # Elements are row-major, and have neither a frame nor a checksum.
-                Opened(
-                    *(place.offset, place.length, None, 0),
-                    row_major(piece.shape, DTYPE_SIZES[dtype]),
-                    is_row_major=True,
-                ),
-            )
-            for piece, place in held
-        ]
-        tensors.append((tensor_entry(fqn, dtype, shape, keys), chunks))
-    return part_of(path, tensors, digest, files, folder=path)
+        chunks = Chunks.of(
+            len(shape), [Chunk(one.offsets, one.shape, place) for one, place in held]
+        )
+        tensors.append(TensorEntry(fqn, dtype, shape, chunks, keys))
+    return tensors
 
 
 def files_of_index(store: Store, index: FileInfo, url: str) -> tuple[FileInfo, ...]:

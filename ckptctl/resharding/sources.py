@@ -12,11 +12,11 @@ can be written again.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.findings import Finding, Report, Verdict
-from ckptctl.formats.archive.directory import Member, View, read_member
+from ckptctl.formats.archive.directory import read_member
 from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.frameworks.file_names import kind_of_file
@@ -45,51 +45,56 @@ from ckptctl.formats.frameworks.state_keys import StateKind, entry_kinds
 from ckptctl.formats.pickles.values import TensorStub, decode_state
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection
-from ckptctl.inspection.open_step import OpenPart, OpenStep
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import (
     DTYPE_SIZES,
     SHARDED,
     ByteRange,
     BytesEntry,
-    Chunks,
     FileInfo,
     Metadata,
     PartFormat,
-    RangeColumns,
     TensorEntry,
 )
-from ckptctl.records.byte_pass import read_run
-from ckptctl.records.elements import Block, StridedSink, block_of, element_runs
-from ckptctl.records.loading import REACH
+from ckptctl.records.byte_pass import FileReads
+from ckptctl.records.elements import Block, block_of
+from ckptctl.records.loading import (
+    Caller,
+    MemoryTarget,
+    RepeatedReads,
+    SliceLoads,
+    TensorRecord,
+    WrongElements,
+)
 from ckptctl.records.opening import (
-    Expected,
-    Need,
-    OpenRecord,
     Templates,
     Unfit,
     WrongChecksum,
     open_whole,
-    tensor_limit,
     unpack,
 )
-from ckptctl.records.reads import open_one_record
+from ckptctl.records.ranges import Ranges
+from ckptctl.records.reads import RecordSource
 from ckptctl.records.slices import (
+    ALIGNMENT,
     Dims,
     Strided,
     TensorSlice,
-    aligned,
     blocks,
-    copy_strided,
     is_contiguous,
     position,
     row_major,
 )
-from ckptctl.storage.contract import Closing, OpenFile, ShortRead, Span, Store, read_range
+from ckptctl.storage.contract import Closing, ShortRead, Span, Store
 
 MAX_VALUE_BYTES = 64 << 20
 """The longest record of a value that is read; it is held in memory."""
 
-_MAX_OPEN = 8
+SMALLEST_BLOCK = 64 << 10
+"""Bytes that are read at once at least."""
+
+_MOST_TOGETHER = 256
+"""Slices that are read together: each takes up memory beside its bytes."""
 
 
 class SourceDamaged(CkptctlError, code="step.damaged", exit_code=21):
@@ -103,33 +108,11 @@ class SourceDamaged(CkptctlError, code="step.damaged", exit_code=21):
         self.finding = finding
 
 
-class Opened(NamedTuple):
-    """A tensor's record: its elements begin at `start` of the file and take `n_bytes`.
-
-    `crc` is their checksum, None if they have none. `first` is the byte of the first
-    element, `strides` are in bytes; `held` are the elements of a record that cannot be read
-    by ranges.
-    """
-
-    start: int
-    n_bytes: int
-    crc: int | None
-    first: int
-    strides: Dims
-    is_row_major: bool
-    held: memoryview | None = None
-
-
 class SourceChunk(NamedTuple):
-    """A slice of a tensor, and the byte range of its record.
-
-    `opened` is where its elements lie, of a file whose directory states that for all; None
-    if the record itself states it.
-    """
+    """A slice of a tensor, and the number of the range of its record."""
 
     elements: TensorSlice
-    record: ByteRange
-    opened: Opened | None = None
+    number: int
 
 
 class ChunkOverlap(NamedTuple):
@@ -294,7 +277,15 @@ def source_of(inspected: Inspection) -> Source:
 
     Call `check_format` and `refusal` before: the step must be complete, sharded DCP.
     """
-    parts = [_part(part) for part in inspected.parts if part.part.format in SHARDED]
+    parts = []
+    for part in inspected.parts:
+        if part.part.format not in SHARDED:
+            continue
+        for metadata in part.metadata:
+            for entry in metadata.tensors.values():
+                _check_can_be_written(entry)
+        files = SourceFiles(part.store, part.folder, part.url, part.ranges, part.path)
+        parts.append(part_of(part.path, part.metadata, files))
     return source_in(inspected, parts, [*_sidecars(inspected)])
 
 
@@ -318,9 +309,19 @@ def refusal(report: Report, *, accept_unverifiable: bool) -> bool:
     return report.verdict is not Verdict.COMPLETE
 
 
-def _part(opened: OpenPart) -> SourcePart:
-    """The part that the metadata of a folder makes; each rank may have metadata of its own."""
-    part = opened.part
+def part_of(
+    path: str,
+    metadatas: Sequence[Metadata],
+    files: SourceFiles,
+    *,
+    folder: str | None = None,
+    held: Mapping[str, bytes] = {},
+) -> SourcePart:
+    """The part that the metadata of a folder makes; each rank may have metadata of its own.
+
+    The ranges of `files` are those of the metadata. The name of the `folder`, without it that of
+    the part, counts for the kinds of the entries. `held` are records of values, by FQN.
+    """
     entries: dict[str, TensorEntry] = {}
     chunks: dict[str, list[SourceChunk]] = {}
     n_cut: dict[str, int] = {}
@@ -328,31 +329,33 @@ def _part(opened: OpenPart) -> SourcePart:
     kinds: dict[str, StateKind] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     several: dict[str, None] = {}
-    for metadata in opened.metadata:
-        kinds |= entry_kinds(metadata, part.path)
+    first = 0
+    for metadata in metadatas:
+        kinds |= entry_kinds(metadata, path if folder is None else folder)
         paths |= metadata.planner_paths
         for fqn, entry in metadata.tensors.items():
-            _check_can_be_written(entries.setdefault(fqn, entry))
+            entries.setdefault(fqn, entry)
             n_cut[fqn] = n_cut.get(fqn, 0) + len(entry.chunks)
             chunks.setdefault(fqn, []).extend(
-                SourceChunk(TensorSlice(chunk.offsets, chunk.sizes), chunk.byte_range)
-                for chunk in entry.chunks
+                SourceChunk(TensorSlice(chunk.offsets, chunk.sizes), first + number)
+                for number, chunk in enumerate(entry.chunks)
                 if chunk.byte_range is not None
             )
+            first += len(entry.chunks)
         for fqn, value in metadata.bytes_entries.items():
             if value.byte_range is not None and fqn not in values:
-                values[fqn] = SourceBytes(
-                    fqn, value.byte_range, kinds[fqn].names[0], kinds[fqn].rank
-                )
+                kind, rank = kinds[fqn].names[0], kinds[fqn].rank
+                values[fqn] = SourceBytes(fqn, value.byte_range, kind, rank, held.get(fqn))
             elif value.byte_range is not None:
                 several[fqn] = None
+            first += 1
     return SourcePart(
-        part.path,
+        path,
         tuple(_tensor(entries[fqn], held, kinds[fqn], n_cut[fqn]) for fqn, held in chunks.items()),
         tuple(values.values()),
         paths,
-        tuple(metadata.digest for metadata in opened.metadata),
-        SourceFiles(opened.store, opened.folder, opened.url, part.path),
+        tuple(metadata.digest for metadata in metadatas),
+        files,
         tuple(several),
     )
 
@@ -378,46 +381,17 @@ def _tensor(
     return SourceTensor(entry, kept, kind.names[0], kind.rank, n_cut)
 
 
-def tensor_entry(
-    fqn: str, dtype: str, shape: Dims, path: tuple[str | int, ...] = ()
-) -> TensorEntry:
-    """A tensor whose chunks are not those of DCP, but stated beside it."""
-    chunks = Chunks(len(shape), array("q"), array("q"), RangeColumns.missing(0))
-    return TensorEntry(fqn, dtype, shape, chunks, path)
-
-
-def part_of(
-    path: str,
-    tensors: Sequence[tuple[TensorEntry, Sequence[SourceChunk]]],
-    digest: str,
-    files: SourceFiles,
-    values: Sequence[tuple[BytesEntry, bytes]] = (),
-    *,
-    folder: str = "",
-) -> SourcePart:
-    """The part that tensors, each with where its bytes lie, and records of other values make.
-
-    The name of the `folder` counts for the kinds of the entries.
-    """
-    entries = {entry.fqn: entry for entry, _ in tensors}
-    others = {entry.fqn: entry for entry, _ in values}
-    kinds = entry_kinds(Metadata(entries, others, ()), folder)
-    return SourcePart(
-        path,
-        tuple(_tensor(entry, held, kinds[entry.fqn], len(held)) for entry, held in tensors),
-        tuple(
-            SourceBytes(
-                fqn := entry.fqn,
-                ByteRange("", 0, len(record)),
-                kinds[fqn].names[0],
-                kinds[fqn].rank,
-                record,
-            )
-            for entry, record in values
-        ),
-        {fqn: entry.path for fqn, entry in (entries | others).items()},
-        (digest,),
-        files,
+def listed_metadata(
+    tensors: Sequence[TensorEntry], digest: str, values: Sequence[BytesEntry] = ()
+) -> Metadata:
+    """The metadata that tensors and other values make which are not those of DCP."""
+    return Metadata(
+        {entry.fqn: entry for entry in tensors},
+        {entry.fqn: entry for entry in values},
+        (),
+        planner_paths={one.fqn: one.path for one in tensors}
+        | {one.fqn: one.path for one in values},
+        digest=digest,
     )
 
 
@@ -449,11 +423,14 @@ def _sidecars(inspected: Inspection) -> Iterator[RankFile]:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """Bytes that each thread may hold: of the target, of the source, of a whole record."""
+class ThreadLimits:
+    """How many threads work, and the bytes that each may hold.
 
+    Those are of a `block`, twice, and of a record that is read whole.
+    """
+
+    jobs: int
     block: int
-    band: int
     held: int
 
 
@@ -471,24 +448,39 @@ class Piece(NamedTuple):
     crc: int
 
 
-class SourceFiles:
-    """The records of one folder of the source, opened by several threads.
+class SourceFiles(Caller):
+    """The records of one folder of the source, opened by several threads; see `Caller`.
 
-    `folder` is where it is in the store, and `part_path` in the step at `url`.
+    `folder` is where it is in the store, and `part_path` in the step at `url`. `records` are the
+    tensors whose place is known, by the number of their range.
     """
 
-    def __init__(self, store: Store, folder: str, url: str, part_path: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        url: str,
+        ranges: Ranges,
+        part_path: str = "",
+        records: Mapping[int, TensorRecord] = {},
+    ) -> None:
         self.store = store
         self.url = url
-        self._folder = folder
+        self.ranges = ranges
+        self.source = RecordSource(store, folder, ranges)
+        self.records = dict(records)
+        self.templates = Templates()
         self._part_path = part_path
-        self._opened: dict[tuple[str, int], Opened] = {}
-        self._templates = Templates()
-        self.skip = REACH[store.kind].skip
 
     def in_store(self, name: str) -> str:
         """The path of a file in the store."""
-        return inside(self._folder, name)
+        return inside(self.source.folder, name)
+
+    def place(self, number: int) -> ByteRange:
+        """Where the record of a range lies."""
+        ranges = self.ranges
+        name = ranges.file_names[ranges.files[number]]
+        return ByteRange(name, ranges.starts[number], ranges.lengths[number])
 
     def finding(self, code: str, record: ByteRange, message: str) -> Finding:
         """A finding about a record."""
@@ -502,237 +494,167 @@ class SourceFiles:
             next_command=command_line("verify", self.url, "--level", "content"),
         )
 
-    def opened(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
-        """The record of a chunk of a tensor; raises `SourceDamaged`.
+    def item_bytes(self, stub: TensorStub) -> int:
+        """See `Caller.item_bytes`."""
+        if stub.signs:
+            raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
+        return DTYPE_SIZES[stub.dtype]
 
-        One that is held is verified. Cost: two reads when it is opened first, none after that
-        unless it must be held.
-        """
-        chunk = tensor.chunks[number]
-        if chunk.opened is not None:
-            return self._in_memory(tensor, chunk.record, chunk.opened, held_limit)
-        key = (chunk.record.file, chunk.record.offset)
-        known = self._opened.get(key)
-        if known is None:
-            known = self._open(tensor, number, held_limit)
-            if known.held is None:
-                self._opened[key] = known
-        return known
-
-    def _in_memory(
-        self, tensor: SourceTensor, record: ByteRange, opened: Opened, held_limit: int
-    ) -> Opened:
-        """Elements of which the place is known; they are read if they are not row-major."""
-        if opened.is_row_major:
-            return opened
-        _check_held(tensor, opened.n_bytes, held_limit)
-        elements = read_range(self.store, self.in_store(record.file), opened.start, opened.n_bytes)
-        if opened.crc is not None and crc32(elements) != opened.crc:
-            saved = f"saved was {opened.crc:08x}"
-            message = f"its elements have the CRC-32 {crc32(elements):08x}, {saved}"
-            raise SourceDamaged(self.finding("record.crc", record, message))
-        return opened._replace(start=0, held=aligned(elements))
-
-    def _open(self, tensor: SourceTensor, number: int, held_limit: int) -> Opened:
-        chunk = tensor.chunks[number]
-        record, dtype, sizes = chunk.record, tensor.entry.dtype, chunk.elements.sizes
-        limit = tensor_limit(dtype, sizes)
-        if record.transforms:
-            _check_held(tensor, limit, held_limit)
-
-        def open_one(view: View) -> tuple[View, Opened] | Need:
-            stored = self._templates.open_stored(
-                view, Expected(dtype, sizes), record.transforms, limit
+    def damage(self, number: int, error: RecordUnreadable | Unfit) -> SourceDamaged:
+        """See `Caller.damage`."""
+        message, name = error.message, self.ranges.owner(number).name
+        if isinstance(error, WrongElements):
+            message = (
+                f"{name} has the CRC-32 {error.found:08x} in {error.n_bytes:,} bytes, saved was "
+                f"{error.saved:08x}"
             )
-            if isinstance(stored, Need):
-                return stored
-            opened = _described(stored[1])
-            if not opened.is_row_major and not record.transforms:
-                _check_held(tensor, record.length, held_limit)
-                if len(view.head) < record.length:
-                    return Need(head=record.length)
-            return stored[0], opened
+        elif isinstance(error, WrongChecksum):
+            message = f"{name}: {error.names} does not match the checksum saved with it"
+        return SourceDamaged(self.finding(error.code, self.place(number), message))
 
-        try:
-            view, opened = open_one_record(
-                lambda start, n: read_range(
-                    self.store, self.in_store(record.file), record.offset + start, n
-                ),
-                record.length,
-                open_one,
+    def check_held(self, limit: int, number: int, n_bytes: int) -> None:
+        """Raise `UsageError` for a record of more bytes than may be held."""
+        if n_bytes > limit:
+            raise UsageError(
+                f"a record of {self.ranges.owner(number).entry.fqn} is transposed or compressed, "
+                f"and must be held in memory as a whole: {n_bytes:,} bytes, of which {limit:,} are "
+                "available; give more --memory, or use --jobs 1"
             )
-        except (RecordUnreadable, Unfit) as error:
-            raise self.damage(record, error) from error
-        if opened.is_row_major and not record.transforms:
-            return opened._replace(start=opened.start + record.offset)
-        elements = view.get(opened.start, opened.start + opened.n_bytes) or b""
-        return opened._replace(start=0, held=aligned(elements))
-
-    def damage(self, record: ByteRange, error: RecordUnreadable | Unfit) -> SourceDamaged:
-        """The error for a record that cannot be opened."""
-        message = error.message
-        if isinstance(error, WrongChecksum):
-            message = f"{error.names} does not match the checksum saved with it"
-        return SourceDamaged(self.finding(error.code, record, message))
-
-
-def _described(found: OpenRecord) -> Opened:
-    """Where the elements of an open record lie; raises `Unfit` if they cannot be copied."""
-    stub, elements = found.stub, found.elements
-    assert stub is not None and elements is not None  # noqa: S101, PT018 - a tensor was expected
-    if stub.signs:
-        raise Unfit("format.unsupported", f"its elements are stored as {stub.signs[0]}")
-    return opened_at(stub, elements, found.crc if elements.size else None)
-
-
-def opened_at(stub: TensorStub, elements: Member, crc: int | None) -> Opened:
-    """The tensor that `stub` describes, whose elements lie in a member of an archive."""
-    item_bytes = DTYPE_SIZES[stub.dtype]
-    usual = zip(stub.shape, stub.strides, row_major(stub.shape), strict=True)
-    is_row_major = all(size == 1 or stride == step for size, stride, step in usual)
-    return Opened(
-        elements.start,
-        elements.size,
-        crc,
-        stub.storage_offset * item_bytes,
-        tuple(stride * item_bytes for stride in stub.strides),
-        is_row_major or not prod(stub.shape),
-    )
-
-
-def _check_held(tensor: SourceTensor, n_bytes: int, limit: int) -> None:
-    """Raise `UsageError` if a record is larger than what may be held."""
-    if n_bytes > limit:
-        raise UsageError(
-            f"a record of {tensor.entry.fqn} is transposed or compressed, and must be held in "
-            f"memory as a whole: {n_bytes:,} bytes, of which {limit:,} are available; "
-            "give more --memory, or use --jobs 1"
-        )
 
 
 class SliceReader(Closing):
     """Reads slices of tensors from one source folder, in one thread.
 
     A context manager: it keeps a few shard files open until it is closed. `proof` holds the runs
-    that `elements` has copied as they lie in the source; `count` gets the bytes that it yields.
+    that were copied as they lie in the source; `count` gets the bytes that it returns.
     """
 
     def __init__(
-        self, files: SourceFiles, buffers: Buffers, count: Callable[[int], None] = lambda _: None
+        self, files: SourceFiles, room: ThreadLimits, count: Callable[[int], None] = lambda _: None
     ) -> None:
         self.proof: list[Piece] = []
         self._files = files
         self._count = count
-        self._buffers = buffers
-        self._band = memoryview(bytearray(buffers.band))
-        self._open: OrderedDict[str, OpenFile] = OrderedDict()
-        self._held: tuple[tuple[str, int], Opened] | None = None
+        self._reads = FileReads(files.store, max(room.block, SMALLEST_BLOCK))
+        check_held = partial(files.check_held, room.held)
+        repeated = RepeatedReads(files.records, files.templates, self._reads, check_held)
+        self._loads = SliceLoads(files.source, files, repeated=repeated)
 
     def read(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from a shard file."""
-        self._file(name).read_into(offset, buffer)
+        self._reads.file(self._files.in_store(name)).read_into(offset, buffer)
 
-    def _file(self, name: str) -> OpenFile:
-        file = self._open.get(name)
-        if file is None:
-            if len(self._open) >= _MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
-            file = self._open[name] = self._files.store.open_file(self._files.in_store(name))
-        else:
-            self._open.move_to_end(name)
-        return file
+    def open(self, numbers: Iterable[int]) -> Mapping[int, TensorRecord]:
+        """See `SliceLoads.open`."""
+        return self._loads.open(numbers)
 
-    def elements(
+    def each(
+        self, slices: Iterable[tuple[SourceTensor, TensorSlice]], block: memoryview
+    ) -> Iterator[Iterable[Block]]:
+        """The elements of each slice in row-major order, read into `block` again and again.
+
+        Those of slices that fit into it are read together. Take them before the next slice.
+        """
+        for together in _together(slices, len(block)):
+            if len(together) > 1:
+                yield from ((filled,) for filled in self.fill(together, block))
+            else:
+                yield self._elements(*together[0], block)
+
+    def _elements(
         self, tensor: SourceTensor, wanted: TensorSlice, block: memoryview
     ) -> Iterator[Block]:
-        """The elements of a slice in row-major order, read into `block` again and again."""
         for part in blocks(wanted.sizes, tensor.item_bytes, len(block)):
-            n_bytes = part.n_elements * tensor.item_bytes
-            if not n_bytes:
+            if not part.n_elements:
                 return
-            runs = self.fill_block(tensor, part.moved(wanted.offsets), block)
-            for run in runs:
-                last = self.proof[-1] if self.proof else None
-                if last and last[:2] == run[:2] and last.at + last.length == run.at:
-                    joined = crc32_combine(last.crc, run.crc, run.length)
-                    self.proof[-1] = last._replace(length=last.length + run.length, crc=joined)
-                else:
-                    self.proof.append(run)
-            data = block[:n_bytes]
-            self._count(n_bytes)
-            if sum(run.length for run in runs) < n_bytes:
-                yield block_of(data)
-                continue
-            # The checksums that verify the source are also those of the new record.
-            crc = 0
-            for run in runs:
-                crc = crc32_combine(crc, run.crc, run.length)
-            yield Block(data, crc)
+            yield from self.fill([(tensor, part.moved(wanted.offsets))], block)
 
-    def fill_block(
-        self, tensor: SourceTensor, wanted: TensorSlice, block: memoryview
-    ) -> list[Piece]:
-        """Put a slice of a tensor into `block`, in row-major order.
+    def fill(
+        self, slices: Sequence[tuple[SourceTensor, TensorSlice]], block: memoryview
+    ) -> list[Block]:
+        """Put slices of tensors into `block`, each in row-major order.
 
-        Returns the runs that were copied as they lie in the source, in the order in
-        which they lie in the block. Raises `SourceDamaged`.
+        Each begins at a multiple of `ALIGNMENT` bytes. Raises `SourceDamaged`.
         """
-        target = Strided(block, 0, row_major(wanted.sizes, tensor.item_bytes))
-        runs: list[tuple[int, Piece]] = []
-        for overlap in tensor.overlaps(wanted):
-            chunk = tensor.chunks[overlap.number]
-            into = target.at(overlap.elements.relative_to(wanted).offsets)
-            within = overlap.elements.relative_to(chunk.elements)
-            run = self._fill(tensor, overlap.number, within, into)
-            if run is not None:
-                runs.append((into.first, run))
-        return [run for _, run in sorted(runs)]
+        wanted: dict[int, list[MemoryTarget]] = defaultdict(list)
+        filled: list[tuple[memoryview, list[tuple[int, MemoryTarget]]]] = []
+        at = 0
+        for tensor, elements in slices:
+            item_bytes, strides = tensor.item_bytes, row_major(elements.sizes, tensor.item_bytes)
+            targets = []
+            for overlap in tensor.overlaps(elements):
+                chunk = tensor.chunks[overlap.number]
+                first = at + position(overlap.elements.relative_to(elements).offsets, strides)
+                within = overlap.elements.relative_to(chunk.elements)
+                target = MemoryTarget(within, item_bytes, Strided(block, first, strides))
+                wanted[chunk.number].append(target)
+                targets.append((chunk.number, target))
+            n_bytes = elements.n_elements * item_bytes
+            filled.append((block[at : at + n_bytes], targets))
+            at = _padded(at + n_bytes)
+        self._loads.load(wanted)
+        return [self._block(data, targets) for data, targets in filled]
 
-    def _fill(
-        self, tensor: SourceTensor, number: int, within: TensorSlice, target: Strided
-    ) -> Piece | None:
-        """Put a slice of chunk `number` into `target`; `within` counts from the chunk's start.
+    def _block(self, data: memoryview, targets: Sequence[tuple[int, MemoryTarget]]) -> Block:
+        """A slice that was read, with its checksum; adds its runs to the proof."""
+        in_order = sorted(targets, key=lambda each: each[1].there.first)
+        runs = [run for each in in_order if (run := self._run(*each)) is not None]
+        for run in runs:
+            last = self.proof[-1] if self.proof else None
+            if last and last[:2] == run[:2] and last.at + last.length == run.at:
+                joined = crc32_combine(last.crc, run.crc, run.length)
+                self.proof[-1] = last._replace(length=last.length + run.length, crc=joined)
+            else:
+                self.proof.append(run)
+        self._count(len(data))
+        if sum(run.length for run in runs) < len(data):
+            return block_of(data)
+        # The checksums that verify the source are also those of the new record.
+        crc = 0
+        for run in runs:
+            crc = crc32_combine(crc, run.crc, run.length)
+        return Block(data, crc)
 
-        Returns the run with its checksum if the slice is one run on both sides.
-        """
-        chunk = tensor.chunks[number]
-        record, item_bytes = chunk.record, tensor.item_bytes
-        opened = self._opened(tensor, number)
-        if opened.held is not None:
-            source = Strided(opened.held, opened.first, opened.strides).at(within.offsets)
-            copy_strided(target, source, within.sizes, item_bytes)
+    def _run(self, number: int, target: MemoryTarget) -> Piece | None:
+        """The bytes of a target, if they are one run of the record as well, and not held."""
+        record, data = self._files.records[number], target.run
+        stub, item_bytes, wanted = record.stub, target.item_bytes, target.elements
+        strides = row_major(stub.shape, item_bytes)
+        is_run = is_contiguous(wanted.sizes, strides, item_bytes)
+        if data is None or not is_run or record.is_whole:
             return None
-        shape, first_byte = chunk.elements.sizes, opened.start + opened.first
-        strides = row_major(shape, item_bytes)
-        sizes, n_bytes = within.sizes, within.n_elements * item_bytes
-        if is_contiguous(sizes, strides, item_bytes) and is_contiguous(
-            sizes, target.strides, item_bytes
-        ):
-            at = position(within.offsets, strides)
-            into = target.buffer[target.first : target.first + n_bytes]
-            self.read(record.file, first_byte + at, into)
-            return Piece(record.file, record.offset, opened.first + at, n_bytes, crc32(into))
-        sink = StridedSink(shape, within, item_bytes, target)
-        file, skip = self._file(record.file), self._files.skip
-        for run in element_runs(record.file, first_byte, sink, skip=skip, checksum=None):
-            for _ in read_run(file, run, self._band):
-                pass  # its pieces are where they belong
-        return None
-
-    def _opened(self, tensor: SourceTensor, number: int) -> Opened:
-        key = (tensor.fqn, number)
-        if self._held is not None and self._held[0] == key:
-            return self._held[1]
-        self._held = None
-        opened = self._files.opened(tensor, number, self._buffers.held)
-        if opened.held is not None:
-            self._held = key, opened
-        return opened
+        at = stub.storage_offset * item_bytes + position(wanted.offsets, strides)
+        # The checksum of a whole record was compared as it was read.
+        is_compared = record.crc is not None and len(data) == record.n_bytes
+        crc = record.crc if is_compared and record.crc is not None else crc32(data)
+        place = self._files.place(number)
+        return Piece(place.file, place.offset, at, len(data), crc)
 
     def close(self) -> None:
         """Close the files."""
-        while self._open:
-            self._open.popitem()[1].close()
+        self._reads.close()
+
+
+def _together(
+    slices: Iterable[tuple[SourceTensor, TensorSlice]], limit: int
+) -> Iterator[list[tuple[SourceTensor, TensorSlice]]]:
+    """The slices in order: several of at most `limit` bytes, or one."""
+    together: list[tuple[SourceTensor, TensorSlice]] = []
+    n_together = 0
+    for tensor, elements in slices:
+        n_bytes = _padded(elements.n_elements * tensor.item_bytes) or limit
+        if together and (n_together + n_bytes > limit or len(together) == _MOST_TOGETHER):
+            yield together
+            together, n_together = [], 0
+        together.append((tensor, elements))
+        n_together += n_bytes
+    if together:
+        yield together
+
+
+def _padded(n_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 # Entries that are no tensors
@@ -769,7 +691,10 @@ def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | Not
     except NotPlain as error:
         return error
     except (RecordUnreadable, Unfit) as error:
-        raise files.damage(record, error) from error
+        message = error.message
+        if isinstance(error, WrongChecksum):
+            message = f"{error.names} does not match the checksum saved with it"
+        raise SourceDamaged(files.finding(error.code, record, message)) from error
     except MetadataUnsafe as error:
         raise SourceDamaged(files.finding("record.unsafe", record, error.message)) from error
     except MetadataUnreadable as error:

@@ -20,7 +20,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
 from ckptctl.errors import OptionError, PathNotFound, RecordUnreadable
 from ckptctl.formats.archive.directory import read_directory
@@ -28,18 +28,18 @@ from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.elements import record_of
+from ckptctl.records.loading import TensorRecord, WrongElements
 from ckptctl.records.verification import CrcPart, Passing, check_parts, combined_crc
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.sources import (
-    Buffers,
-    Opened,
+    SMALLEST_BLOCK,
     Piece,
     SliceReader,
     SourceBytes,
     SourceDamaged,
     SourceFiles,
     SourcePart,
-    SourceTensor,
+    ThreadLimits,
 )
 from ckptctl.storage.contract import Store, StoreKind, read_if_there
 from ckptctl.storage.in_flight import act_in_flight
@@ -54,19 +54,10 @@ MIN_MEMORY = 96 << 20
 _OWN_BYTES = 48 << 20
 _MAX_JOBS = 8
 _LARGEST_BLOCK = 2 << 20
-_SMALLEST_BLOCK = 64 << 10
 _PARTS_IN_FLIGHT = 5
 
 
-@dataclass(frozen=True, slots=True)
-class WriteLimits:
-    """How many threads write, and what each may hold."""
-
-    jobs: int
-    buffers: Buffers
-
-
-def budget(memory: int, jobs: int | None, source: Store, target: Store) -> WriteLimits:
+def budget(memory: int, jobs: int | None, source: Store, target: Store) -> ThreadLimits:
     """The threads and buffers that fit in `memory` bytes; raises `UsageError` if too little.
 
     An upload holds a few more parts.
@@ -82,12 +73,12 @@ def budget(memory: int, jobs: int | None, source: Store, target: Store) -> Write
     usual = _MAX_JOBS if waits else min(_MAX_JOBS, (os.cpu_count() or 1) + 1)
     upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is StoreKind.OBJECT else 0
     free = memory - _OWN_BYTES
-    n = max(1, min(jobs or usual, free // (upload + 8 * _SMALLEST_BLOCK)))
+    n = max(1, min(jobs or usual, free // (upload + 8 * SMALLEST_BLOCK)))
     each = free // n - upload
-    block = _SMALLEST_BLOCK
+    block = SMALLEST_BLOCK
     while block < _LARGEST_BLOCK and 8 * block <= each:
         block *= 2
-    return WriteLimits(n, Buffers(block, block, max(0, each - 2 * block) // 2))
+    return ThreadLimits(n, block, max(0, each - 2 * block) // 2)
 
 
 def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
@@ -102,6 +93,9 @@ def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetF
         if lightest == rank:
             own.append(file)
     return tuple(own)
+
+
+T = TypeVar("T")
 
 
 class Cancelled(Exception):
@@ -129,13 +123,13 @@ class WriteProgress:
 
 
 def in_threads(
-    tasks: Sequence[Callable[[], None]],
+    tasks: Sequence[Callable[[], T]],
     n_threads: int,
     progress: WriteProgress,
     total: int,
     on_progress: OnProgress | None,
-) -> None:
-    """Run all tasks; the first error stops the others at their next block, and is raised.
+) -> list[T]:
+    """The results of all tasks; the first error stops the others at their next block.
 
     `on_progress` is called in the caller's thread.
     """
@@ -144,7 +138,7 @@ def in_threads(
         if on_progress is not None:
             on_progress(progress.n_bytes, total)
 
-    act_in_flight(
+    return act_in_flight(
         lambda task: task(), tasks, width=n_threads, stop=progress.end, while_waiting=show
     )
 
@@ -159,13 +153,13 @@ class FileCopy:
         self,
         file: TargetFile,
         files: SourceFiles,
-        buffers: Buffers,
+        room: ThreadLimits,
         count: Callable[[int], None],
     ) -> None:
         self.proof: list[Piece] = []
         self._file = file
         self._files = files
-        self._buffers = buffers
+        self._room = room
         self._count = count
 
     def pieces(self) -> Iterator[memoryview]:
@@ -173,15 +167,18 @@ class FileCopy:
 
         Raises `SourceDamaged` if the source does not match what was saved.
         """
-        block = memoryview(bytearray(self._buffers.block))
-        with SliceReader(self._files, self._buffers, self._count) as reader:
+        block = memoryview(bytearray(self._room.block))
+        with SliceReader(self._files, self._room, self._count) as reader:
             self.proof = reader.proof
-            for item in self._file.items:
+            slices = []
+            for item in self._file.items:  # values come first
                 if isinstance(item.entry, SourceBytes):
                     yield from self._as_it_is(item.entry, reader, block)
                 elif item.elements is not None:
-                    elements = reader.elements(item.entry, item.elements, block)
-                    yield from record_of(item.entry.entry.dtype, item.elements.sizes, elements)
+                    slices.append((item.entry, item.elements))
+            read = reader.each(slices, block)
+            for (tensor, elements), found in zip(slices, read, strict=True):
+                yield from record_of(tensor.entry.dtype, elements.sizes, found)
 
     def _as_it_is(
         self, entry: SourceBytes, reader: SliceReader, block: memoryview
@@ -234,8 +231,8 @@ MAX_BYTES = 64 << 20
 def prove(
     part: SourcePart,
     pieces: Iterable[Piece],
-    held_limit: int,
-    limits: Limits,
+    room: ThreadLimits,
+    on_progress: OnProgress | None = None,
     *,
     only: Iterable[str] | None = None,
 ) -> int:
@@ -248,39 +245,30 @@ def prove(
     by_record: dict[tuple[str, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_record[piece.file, piece.start].append(piece)
-    unproven = []
     wanted = None if only is None else set(only)
-    for tensor in part.tensors:
-        for number, chunk in enumerate(tensor.chunks):
-            if wanted is not None and tensor.fqn not in wanted:
+    copied = [tensor for tensor in part.tensors if wanted is None or tensor.fqn in wanted]
+    unproven: list[tuple[TensorRecord, CrcRun]] = []
+    with SliceReader(files, room) as reader:
+        records = reader.open(chunk.number for tensor in copied for chunk in tensor.chunks)
+        for number, record in records.items():
+            if record.crc is None or not record.n_bytes or record.is_whole:
                 continue
-            opened = files.opened(tensor, number, held_limit)
-            if opened.crc is None or opened.held is not None:
-                continue
-            place = chunk.record
+            place = files.place(number)
             runs = by_record.get((place.file, place.offset), ())
-            crc = combined_crc((CrcPart(r.at, r.length, r.crc) for r in runs), opened.n_bytes)
+            crc = combined_crc((CrcPart(r.at, r.length, r.crc) for r in runs), record.n_bytes)
             if crc is None:
-                run = CrcRun(files.in_store(place.file), opened.start, opened.n_bytes)
-                unproven.append((tensor, number, opened, run))
-            elif crc != opened.crc:
-                raise _wrong(files, tensor, number, opened, crc)
-    n_read = read_runs(files.store, [run for *_, run in unproven], limits)
-    for tensor, number, opened, run in unproven:
-        if run.crc != opened.crc:
-            raise _wrong(files, tensor, number, opened, run.crc)
+                path = files.in_store(place.file)
+                run = CrcRun(path, place.offset + record.start, record.n_bytes)
+                unproven.append((record, run))
+            elif crc != record.crc:
+                raise files.damage(number, WrongElements(record, crc))
+    n_read = read_runs(
+        files.store, [run for _, run in unproven], Limits(room.jobs, on_progress=on_progress)
+    )
+    for record, run in unproven:
+        if run.crc != record.crc:
+            raise files.damage(record.number, WrongElements(record, run.crc))
     return n_read
-
-
-def _wrong(
-    files: SourceFiles, tensor: SourceTensor, number: int, opened: Opened, crc: int
-) -> SourceDamaged:
-    """The error for elements that do not match the checksum saved with them."""
-    chunk = tensor.chunks[number]
-    name = tensor.fqn if len(tensor.chunks) == 1 else f"{tensor.fqn} at {chunk.elements.offsets}"
-    saved = opened.crc or 0
-    message = f"{name} has the CRC-32 {crc:08x} in {opened.n_bytes:,} bytes, saved was {saved:08x}"
-    return SourceDamaged(files.finding("record.crc", chunk.record, message))
 
 
 # What an interrupted call has written: one JSON file for each complete shard file

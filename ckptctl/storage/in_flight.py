@@ -115,35 +115,40 @@ def in_flight(
 
 
 def act_in_flight(
-    act: Callable[[Item], object],
+    act: Callable[[Item], T],
     items: Iterable[Item],
     *,
     width: int = WIDTH,
     stop: Callable[[], object] = lambda: None,
     while_waiting: Callable[[], object] | None = None,
-) -> None:
-    """Call `act` with each item, several at once; the first exception ends it.
+) -> list[T]:
+    """The result of `act` for each item, several at once; the first exception ends it.
 
     It is raised when all calls that were in flight have ended; `stop` asks them to. After an
     interrupt they get a moment to do so. `while_waiting` is also called after each call.
     """
     errors: list[BaseException] = []
     running: set[int] = set()
+    results: list[T] = []
 
-    def attempt(item: Item) -> None:
+    def attempt(item: Item) -> Iterator[T]:
+        """One result; none after an exception."""
         if errors:
-            return
+            return iter(())
         running.add(threading.get_ident())
         try:
-            act(item)
+            return iter((act(item),))
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
             stop()
+            return iter(())
         finally:
             running.discard(threading.get_ident())
 
     try:
-        for _ in in_flight(attempt, items, width=max(1, width), while_waiting=while_waiting):
+        asked = in_flight(attempt, items, width=max(1, width), while_waiting=while_waiting)
+        for _, found in asked:
+            results += found
             if while_waiting is not None:
                 while_waiting()
     except BaseException as error:
@@ -156,6 +161,7 @@ def act_in_flight(
             time.sleep(_NOTICE_EVERY_S / 10)
     if errors:
         raise errors[0]
+    return results
 
 
 def run_aside(request: Callable[[], T]) -> T:

@@ -22,7 +22,6 @@ import io
 import os
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +41,7 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.records.slices import row_major
+from ckptctl.storage.in_flight import act_in_flight
 from ckptctl.train.rank_names import Path, matches, name_by_rank, short_name, unit_of
 from ckptctl.train.state import local_tensors
 from ckptctl.train.tensor_copy import elements_of, is_plain, memory_of, parts_of
@@ -396,34 +396,40 @@ def number_of(data: bytes | memoryview | str) -> int:
 
 def quick_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The quick digest of each tensor, in their order."""
-    waiting: dict[int, list[Future[int] | int]] = {}
+    known: dict[int, list[int]] = {}
+    long: dict[int, memoryview] = {}
     on_devices: dict[torch.device, dict[int, torch.Tensor]] = {}
-    n_threads = min(_N_THREADS, os.cpu_count() or 1)
-    with torch.no_grad(), ThreadPoolExecutor(n_threads, "ckptctl-digest") as pool:
+    with torch.no_grad():
         for place, tensor in enumerate(tensors):
             tensor = tensor.detach()
             if not _has_plain_memory(tensor):
-                waiting[place] = [exact_digest(tensor)]
+                known[place] = [exact_digest(tensor)]
                 continue
             order = sorted(range(tensor.dim()), key=[-step for step in tensor.stride()].__getitem__)
             layout = number_of(str([dim for dim in order if tensor.shape[dim] > 1]))
             inner = tensor.permute(order)
             memory = memory_of(inner)
-            if memory is not None and len(memory) > _PIECE_BYTES:
-                pieces = range(0, len(memory), _PIECE_BYTES)
-                futures = [pool.submit(number_of, memory[at : at + _PIECE_BYTES]) for at in pieces]
-                waiting[place] = [layout, *futures]
-            elif memory is not None:
-                waiting[place] = [layout, number_of(memory)]
+            if memory is not None:
+                is_long = len(memory) > _PIECE_BYTES
+                known[place] = [layout] if is_long else [layout, number_of(memory)]
+                long |= {place: memory} if is_long else {}
             elif tensor.device.type == "cpu":
-                waiting[place] = [exact_digest(tensor)]
+                known[place] = [exact_digest(tensor)]
             else:
                 digests = on_devices.setdefault(tensor.device, {})
                 digests[place] = device_digest(inner).add_(layout)
+    pieces = [
+        (place, memory[at : at + _PIECE_BYTES])
+        for place, memory in long.items()
+        for at in range(0, len(memory), _PIECE_BYTES)
+    ]
+    n_threads = min(_N_THREADS, os.cpu_count() or 1)
+    digested = act_in_flight(lambda piece: number_of(piece[1]), pieces, width=n_threads)
+    for (place, _), number in zip(pieces, digested, strict=True):
+        known[place].append(number)
     found = [0] * len(tensors)
-    for place, numbers in waiting.items():
-        known = [each if isinstance(each, int) else each.result() for each in numbers]
-        found[place] = number_of(str(known))
+    for place, numbers in known.items():
+        found[place] = number_of(str(numbers))
     for digests in on_devices.values():  # one copy from each device
         for place, number in zip(digests, torch.stack([*digests.values()]).tolist(), strict=True):
             found[place] = number

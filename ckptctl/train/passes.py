@@ -502,7 +502,7 @@ def describe(loader: Any) -> dict[str, Any]:
     if isinstance(stated, _PLAIN):
         values["fingerprint"] = stated
     else:
-        values |= {SAMPLES: samples_digest(loader)}
+        values |= {SAMPLES: edge_samples_digest(loader)}
     if not is_global:
         values |= {name: getattr(loader, name) for name in ("batch_size", "drop_last")}
         samplers = list(samplers_of(loader))
@@ -523,7 +523,7 @@ def _settings(sampler: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name} of {type(sampler).__name__}", value
 
 
-def differences(saved: Mapping[str, Any], loader: Any, now: Mapping[str, Any]) -> list[str]:
+def data_differences(saved: Mapping[str, Any], loader: Any, now: Mapping[str, Any]) -> list[str]:
     """What the data of a step and that of a loader have both, and have not alike.
 
     Samples that are not read alike twice, as those with random transforms may be, prove nothing.
@@ -531,12 +531,12 @@ def differences(saved: Mapping[str, Any], loader: Any, now: Mapping[str, Any]) -
     names = [name for name in saved if name in now and saved[name] != now[name]]
     if names == [SAMPLES]:
         n_times = 4
-        if any(samples_digest(loader) != now[SAMPLES] for _ in range(n_times)):
+        if any(edge_samples_digest(loader) != now[SAMPLES] for _ in range(n_times)):
             return []
     return [f"{name} was {saved[name]} and is {now[name]} now" for name in names]
 
 
-def samples_digest(loader: Any) -> str | None:
+def edge_samples_digest(loader: Any) -> str | None:
     """A digest of the first and the last sample of a data set with an index; None without one.
 
     None as well for samples that cannot be read or have no bytes, and for a data set with a state,

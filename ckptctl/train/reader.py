@@ -27,6 +27,7 @@ from ckptctl.errors import (
     MetadataUnsafe,
     PathEscape,
     PathNotFound,
+    RecordUnreadable,
     StepDamaged,
     UsageError,
 )
@@ -57,7 +58,7 @@ from ckptctl.model import (
     TensorEntry,
 )
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.records.loading import QUANTIZED, LoadCounts, SliceLoads, TensorRecord
+from ckptctl.records.loading import QUANTIZED, Caller, LoadCounts, SliceLoads, TensorRecord
 from ckptctl.records.opening import Unfit
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
@@ -388,7 +389,7 @@ class _Item:
         self._load.planner.commit_tensor(self._item, self._target)
 
 
-class _Load:
+class _Load(Caller):
     """One load of a part for torch's planner, as the caller of the record engine."""
 
     def __init__(
@@ -423,11 +424,11 @@ class _Load:
         except (PathNotFound, PathEscape, ShortRead) as error:
             raise self._damage.missing(error, self._wanted) from error
 
-    def item_bytes(self, dtype: str) -> int:
+    def item_bytes(self, stub: TensorStub) -> int:
         """See `Caller.item_bytes`."""
-        found = torch_dtype(dtype)
+        found = torch_dtype(stub.dtype)
         if found is None:
-            raise Unfit("format.unsupported", f"torch {torch.__version__} has no {dtype}")
+            raise Unfit("format.unsupported", f"torch {torch.__version__} has no {stub.dtype}")
         return found.itemsize
 
     def take_value(self, number: int, data: bytes) -> None:
@@ -436,9 +437,9 @@ class _Load:
         for item in self._wanted[number]:
             self.planner.load_bytes(item, safe_copy(data, fqn, self._safe_types))
 
-    def damage(self, number: int, code: str, reason: str) -> StepDamaged:
+    def damage(self, number: int, error: RecordUnreadable | Unfit) -> StepDamaged:
         """See `Caller.damage`."""
-        return self._damage.record(number, code, reason)
+        return self._damage.record(number, error.code, error.message)
 
     def before_reading(self) -> None:
         """Wait for the devices, so that no earlier kernel still writes to the tensors."""

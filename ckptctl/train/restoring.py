@@ -49,7 +49,7 @@ from ckptctl.train.optimizers import (
     same_groups,
     without_a_step,
 )
-from ckptctl.train.passes import differences, passes_of, record_in
+from ckptctl.train.passes import data_differences, passes_of, record_in
 from ckptctl.train.resolving import Rejected, ResumeDecision, Selection
 from ckptctl.train.samples import GlobalLoader, note_on_order
 from ckptctl.train.state import (
@@ -306,7 +306,7 @@ class Restore:
                 "the step does not describe its data, so it is not known whether the data set or "
                 "the batch size has changed"
             )
-        found = differences(saved, loader, now)
+        found = data_differences(saved, loader, now)
         if found:
             why = (
                 f"the data set differs from that of the step: {', '.join(found[:3])}; so the same "

@@ -85,11 +85,6 @@ class Parts:
         """The optimizers; torch takes several of one model as a list."""
         return _listed(self.optimizer)
 
-    @property
-    def schedulers(self) -> tuple[Stateful, ...]:
-        """The schedulers, of which there may be a list as there is of optimizers."""
-        return _listed(self.scheduler)
-
     def check(self) -> None:
         """Raise `UsageError` for an object whose state cannot be saved and restored."""
         # torch warns about the module, so it is not imported where the script did not.

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ckptctl.records.loading import QUANTIZED, TensorRecord
+from ckptctl.records.loading import QUANTIZED, TensorRecord, fills_storage
 from ckptctl.records.slices import (
     ByteSlice,
     Dims,
@@ -183,18 +183,20 @@ def copy_from_record(record: TensorRecord, wanted: TensorSlice, target: torch.Te
     """Copy a slice of the tensor of a record that is in memory and verified."""
     if not target.numel():
         return
-    view, member, stub = record.view, record.member, record.stub
+    view, stub = record.view, record.stub
+    assert view is not None  # noqa: S101 - of a record that is in memory
     if QUANTIZED in stub.signs:
         # The record also holds its scales; `open_record` has allowed every name in its pickle.
         source = torch.load(io.BytesIO(view.head), map_location="cpu", weights_only=True)
     else:
-        data, dtype = view.get(member.start, member.end) or b"", getattr(torch, stub.dtype)
+        data, dtype = record.elements or memoryview(b""), getattr(torch, stub.dtype)
         as_saved = wanted.sizes == stub.shape and target.dtype == dtype and not stub.signs
         memory = memory_of(target) if as_saved else None
-        if memory is not None and record.order == tuple(range(len(stub.shape))):
+        in_order = fills_storage(stub) and record.order == tuple(range(len(stub.shape)))
+        if memory is not None and in_order:
             memory[:] = data
             return
-        source = elements(memoryview(data), dtype)
+        source = elements(data, dtype)
         source = source.as_strided(stub.shape, stub.strides, stub.storage_offset)
     there = tuple(
         slice(at, at + size) for at, size in zip(wanted.offsets, wanted.sizes, strict=True)

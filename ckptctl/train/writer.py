@@ -177,6 +177,7 @@ class Writer(StorageWriter):
             def write(file: _ShardFile) -> WrittenFile:
                 return _write_file(store, f"{name}/{file.name}", file, self._algorithm)
 
+            # No daemon threads: torch runs in these, and would abort where the process ends.
             pool = ThreadPoolExecutor(self._n_threads, "ckptctl-write")
             try:
                 written = [*pool.map(write, files)]

@@ -13,11 +13,13 @@ from torch.distributed import checkpoint as dcp  # noqa: E402
 
 from ckptctl.errors import RecordUnreadable  # noqa: E402
 from ckptctl.formats.dcp.metadata import decode_metadata  # noqa: E402
+from ckptctl.formats.pickles.values import TensorStub  # noqa: E402
 from ckptctl.model import DTYPE_SIZES, Metadata  # noqa: E402
-from ckptctl.records.loading import MemoryTarget, SliceLoads  # noqa: E402
+from ckptctl.records.loading import Caller, MemoryTarget, SliceLoads  # noqa: E402
+from ckptctl.records.opening import Unfit  # noqa: E402
 from ckptctl.records.ranges import Ranges  # noqa: E402
 from ckptctl.records.reads import RecordSource  # noqa: E402
-from ckptctl.records.slices import TensorSlice  # noqa: E402
+from ckptctl.records.slices import Strided, TensorSlice, row_major  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -26,23 +28,20 @@ LONG, SHORT = (150, 7, 130), (6, 3, 2)
 """Longer than what is read with the frame of a record, and shorter."""
 
 
-class Caller:
+class Everything(Caller):
     """A caller that has every dtype, and keeps the values."""
 
     def __init__(self) -> None:
         self.values: dict[int, bytes] = {}
 
-    def item_bytes(self, dtype: str) -> int:
-        return DTYPE_SIZES[dtype]
+    def item_bytes(self, stub: TensorStub) -> int:
+        return DTYPE_SIZES[stub.dtype]
 
     def take_value(self, number: int, data: bytes) -> None:
         self.values[number] = data
 
-    def damage(self, number: int, code: str, reason: str) -> Exception:
-        return RecordUnreadable(f"record {number}, {code}: {reason}")
-
-    def before_reading(self) -> None:
-        """Nothing else writes to the memory."""
+    def damage(self, number: int, error: RecordUnreadable | Unfit) -> Exception:
+        return RecordUnreadable(f"record {number}, {error.code}: {error.message}")
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +83,15 @@ def test_slices_are_read_into_memory_in_row_major_order(saved, seed, prove):
         there = tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
         expected[name] = tensor[there].numpy().tobytes()
         memory = memoryview(bytearray(len(expected[name])))
-        target = MemoryTarget(TensorSlice(offsets, sizes), tensor.itemsize, memory)
+        there = Strided(memory, 0, row_major(sizes, tensor.itemsize))
+        target = MemoryTarget(TensorSlice(offsets, sizes), tensor.itemsize, there)
         wanted[numbers[name]] = [target]
-    caller = Caller()
+    caller = Everything()
     loads = SliceLoads(source, caller, prove_slices=prove)
     loads.load({**wanted, numbers["number"]: []})
     for name, elements in expected.items():
         (target,) = wanted[numbers[name]]
-        assert bytes(target.memory) == elements, name
+        assert bytes(target.there.buffer) == elements, name
     assert loads.counts.n_needed == sum(map(len, expected.values()))
     assert [*caller.values] == [numbers["number"]]
 
@@ -110,9 +110,10 @@ def test_a_changed_byte_of_a_record_that_is_read_whole_is_reported(saved, tmp_pa
         data[middle] ^= 0xFF
         (step / place.file).write_bytes(data)
         shape = metadata.tensors[name].shape
-        target = MemoryTarget(TensorSlice.whole(shape), 4, memoryview(bytearray(1 << 20)))
-        target = target._replace(memory=target.memory[: 4 * target.elements.n_elements])
+        elements = TensorSlice.whole(shape)
+        memory = memoryview(bytearray(4 * elements.n_elements))
+        target = MemoryTarget(elements, 4, Strided(memory, 0, row_major(shape, 4)))
         with pytest.raises(RecordUnreadable, match=r"record.crc"):
-            SliceLoads(source, Caller()).load({numbers[name]: [target]})
+            SliceLoads(source, Everything()).load({numbers[name]: [target]})
         data[middle] ^= 0xFF
         (step / place.file).write_bytes(data)

@@ -9,8 +9,8 @@ from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
-from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.model import ByteRange, Chunks, TensorEntry
+from ckptctl.model import Chunks, TensorEntry
+from ckptctl.records.ranges import Ranges
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.planning import Mesh, Wanted, parse_mesh, parse_rules, plan, shares
 from ckptctl.resharding.sources import (
@@ -28,19 +28,15 @@ N_TENSORS, N_RANKS, ROWS = 2000, 256, 25_600
 def large_source(report: ckptctl.Report) -> Source:
     """512,000 chunks: 2,000 tensors on 256 ranks, as an inspection of a step returns them."""
     each = ROWS // N_RANKS
-    length = tensor_frame("float32", (each, 8)).n_bytes
     tensors = []
     for t in range(N_TENSORS):
         chunks = tuple(
-            SourceChunk(
-                TensorSlice((r * each, 0), (each, 8)),
-                ByteRange(f"__{r}_0.distcp", t * length, length),
-            )
+            SourceChunk(TensorSlice((r * each, 0), (each, 8)), t * N_RANKS + r)
             for r in range(N_RANKS)
         )
         entry = TensorEntry(f"model.{t}.weight", "float32", (ROWS, 8), Chunks.of(2, []))
         tensors.append(SourceTensor(entry, chunks, "model", None, N_RANKS))
-    files = SourceFiles(LocalStore("."), "", "ckpt/step_1", "")
+    files = SourceFiles(LocalStore("."), "", "ckpt/step_1", Ranges([]))
     part = SourcePart("", tuple(tensors), (), {}, ("d",), files)
     return Source("ckpt/step_1", report, (part,), (), tuple)
 

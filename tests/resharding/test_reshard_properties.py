@@ -19,8 +19,7 @@ from ckptctl.model import DTYPE_SIZES, Level
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.resharding.executing import Place, WriteOptions, Written, write
 from ckptctl.resharding.planning import Mesh, Plan, ShardRule, Wanted, chunked, plan, sharded
-from ckptctl.resharding.sources import Buffers, source_of
-from ckptctl.resharding.writing import WriteLimits
+from ckptctl.resharding.sources import ThreadLimits, source_of
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.local import LocalStore
 
@@ -67,7 +66,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
         assert inspected.report.exit_code == 0, inspected.report.findings
         planned = plan(source_of(inspected), wanted)
         place = Place(LocalStore(str(target.parent)), target.name)
-        budget = WriteLimits(2, Buffers(block, block, 1 << 20))
+        budget = ThreadLimits(2, block, 1 << 20)
         written = write(planned, place, budget, WriteOptions())
         assert isinstance(written, Written), written.findings
     return planned
