@@ -189,7 +189,7 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     except TrialFailed as failed:
         waiting = None if job.refused else "--patience 2h waits longer"
         raise UsageError(f"{failed}; see {job.log}", instead=waiting) from failed
-    exit_code = next((one["exit_code"] for one in job.attempts() if one["exit_code"]), None)
+    exit_code = next((one.exit_code for one in job.attempts() if one.exit_code), None)
     if exit_code is not None and saves.n < SAVES_BEFORE:
         raise UsageError(
             f"without a fault the job ended with {exit_code} after {counted(saves.n, 'save')}; "

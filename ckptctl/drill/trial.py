@@ -278,12 +278,12 @@ class _Trial:
             lost_steps=self._lost,
             loss=self._loss,
             loss_message=self._agreement,
-            cause=first["cause"] if first else None,
-            section=first["section"] if first else None,
-            ranks=tuple(first["ranks"]) if first else (),
-            nodes=tuple(first["nodes"]) if first else (),
+            cause=first.cause if first else None,
+            section=first.section if first else None,
+            ranks=first.ranks if first else (),
+            nodes=first.nodes if first else (),
             excluded=self._left_out,
-            world_size=attempts[-1]["world_size"] if len(attempts) > 1 else None,
+            world_size=attempts[-1].world_size if len(attempts) > 1 else None,
             runbook_exit_code=self._runbook,
             problems=tuple(self._problems),
             folder=str(self._job.folder),
@@ -407,12 +407,12 @@ class _Trial:
     def _left_out(self) -> tuple[str, ...]:
         """The node of a hang, which `run` names and a person drains; none where none is left."""
         attempts, nodes = self._job.attempts(), self._job.options.nodes
-        named = attempts[0]["nodes"] if attempts and attempts[0]["cause"] == "hang" else []
-        return tuple(named) if len(named) == 1 and {*nodes.nodes} > {*named} else ()
+        named = attempts[0].nodes if attempts and attempts[0].cause == "hang" else ()
+        return named if len(named) == 1 and {*nodes.nodes} > {*named} else ()
 
     def _smaller(self) -> str:
         """With how many ranks the job was restarted, where `ckptctl run` decides that."""
-        size, excluded = self._job.attempts()[-1]["world_size"], self._left_out
+        size, excluded = self._job.attempts()[-1].world_size, self._left_out
         without = f", without {', '.join(excluded)}" if excluded else ""
         return f" with {size} ranks{without}" if size is not None else without
 
@@ -452,10 +452,10 @@ class _Trial:
         if self._name != "rank-stopped":
             return
         first = self._job.attempts()[0]
-        if first["ranks"] and first["ranks"] != [injected.rank]:
-            yield f"rank {injected.rank} was stopped, and {first['ranks']} named"
-        if first["nodes"] and first["nodes"] != [injected.node]:
-            yield f"a rank on {injected.node} was stopped, and {first['nodes']} named"
+        if first.ranks and first.ranks != (injected.rank,):
+            yield f"rank {injected.rank} was stopped, and {[*first.ranks]} named"
+        if first.nodes and first.nodes != (injected.node,):
+            yield f"a rank on {injected.node} was stopped, and {[*first.nodes]} named"
 
 
 # The results, and the report as Markdown

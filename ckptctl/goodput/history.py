@@ -23,7 +23,7 @@ from ckptctl.formats.own.ledger import (
     SavingLine,
     StartedLine,
 )
-from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.formats.own.supervision import Attempt, Decision, SupervisorDocument
 from ckptctl.formatting import counted, duration, percent, seconds_of
 from ckptctl.goodput.timeline import AttemptRecord, Goodput, PastAttempt, attempts_of, goodput_of
 from ckptctl.model import ExitCode, Message, NextCommand
@@ -299,7 +299,7 @@ def _moment(at: str) -> float | None:
 def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[AttemptRecord]:
     """Every attempt once, in order; clocks that go back do not change the order of a record."""
     attempts = {
-        f"{state['run']}/{attempt['number']}": (state, attempt)
+        f"{state['run']}/{attempt.number}": (state, attempt)
         for state in states
         for attempt in state["attempts"]
     }
@@ -312,7 +312,7 @@ def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[A
     for state in states:
         sequences.append([])
         for attempt in state["attempts"]:
-            own = [each.record for each in of[f"{state['run']}/{attempt['number']}"]]
+            own = [each.record for each in of[f"{state['run']}/{attempt.number}"]]
             sequences[-1] += _supervised(attempt, own, now_s, held=state["owner"] is not None)
     keyed: list[tuple[float, AttemptRecord]] = []
     for sequence in sequences:
@@ -320,7 +320,7 @@ def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[A
     return [record for _, record in sorted(keyed, key=lambda each: each[0])]
 
 
-_Attempts = Mapping[str, tuple[SupervisorDocument, AttemptDocument]]
+_Attempts = Mapping[str, tuple[SupervisorDocument, Attempt]]
 
 
 _Span = tuple[float, float, str]
@@ -329,11 +329,10 @@ _Span = tuple[float, float, str]
 def _spans(attempts: _Attempts) -> Iterator[_Span]:
     """The attempts of `run` with when they began and ended; one without an end may still run."""
     for name, (_, attempt) in attempts.items():
-        began_s = _moment(attempt["started_at"])
+        began_s = _moment(attempt.started_at)
         if began_s is not None:
-            ran_s = attempt["milliseconds"] / 1000
-            runs = attempt["decision"] is None and not ran_s
-            yield began_s, math.inf if runs else began_s + ran_s, name
+            runs = attempt.decision is None and not attempt.seconds
+            yield began_s, math.inf if runs else began_s + attempt.seconds, name
 
 
 def _by_time(record: AttemptRecord, spans: Sequence[_Span]) -> str:
@@ -343,14 +342,14 @@ def _by_time(record: AttemptRecord, spans: Sequence[_Span]) -> str:
 
 
 def _supervised(
-    attempt: AttemptDocument, ledgers: Sequence[AttemptRecord], now_s: float, *, held: bool
+    attempt: Attempt, ledgers: Sequence[AttemptRecord], now_s: float, *, held: bool
 ) -> Iterator[AttemptRecord]:
     """The records of one attempt of `run`: more than one where the launcher restarted the ranks."""
     last = ledgers[-1] if ledgers else None
-    start_s = _moment(attempt["started_at"])
+    start_s = _moment(attempt.started_at)
     began_s = start_s if start_s is not None else last.began_s if last else now_s
-    runs = attempt["decision"] is None and held and (last is None or last.running)
-    ran_s = attempt["milliseconds"] / 1000
+    runs = attempt.decision is None and held and (last is None or last.running)
+    ran_s = attempt.seconds
     if not ran_s and last is not None:
         ran_s = max(0.0, last.began_s - began_s) + last.ran_s
     elif not ran_s and runs:
@@ -358,19 +357,19 @@ def _supervised(
 
     def stated(record: AttemptRecord) -> AttemptRecord:
         """The record with what `run` alone knows."""
-        decision = attempt["decision"]
+        stopped = attempt.decision is Decision.STOPPED
         return replace(
             record,
-            number=attempt["number"],
+            number=attempt.number,
             running=runs,
-            done=decision == "done" or (decision == "stopped" and last is not None and last.done),
-            exit_code=attempt["exit_code"],
-            decision=decision,
-            nodes=tuple(attempt["nodes"]),
-            ranks=tuple(attempt["ranks"]),
-            cause=attempt["cause"] or record.cause,
-            world_size=attempt["world_size"] or record.world_size,
-            allocation=attempt["allocation"] or record.allocation,
+            done=attempt.decision is Decision.DONE or (stopped and last is not None and last.done),
+            exit_code=attempt.exit_code,
+            decision=attempt.decision,
+            nodes=attempt.nodes,
+            ranks=attempt.ranks,
+            cause=attempt.cause or record.cause,
+            world_size=attempt.world_size or record.world_size,
+            allocation=attempt.allocation or record.allocation,
         )
 
     if last is None:
@@ -378,8 +377,8 @@ def _supervised(
             began_s=began_s,
             ran_s=ran_s,
             ended_s=began_s + ran_s,
-            saved=attempt["step"],
-            allocation=attempt["host"],
+            saved=attempt.step,
+            allocation=attempt.host,
         )
         yield stated(record)
         return
@@ -394,7 +393,7 @@ def _supervised(
         if place < len(ledgers) - 1:
             yield replace(record, running=False, done=False)
             continue
-        whole_s = ran_s - head_s if attempt["milliseconds"] else record.ran_s
+        whole_s = ran_s - head_s if attempt.seconds else record.ran_s
         more_s = max(0.0, whole_s - record.ran_s)
         ran = replace(record, ran_s=max(0.0, whole_s), ended_s=record.ended_s + more_s)
         yield stated(ran)

@@ -1,7 +1,7 @@
-"""Run one attempt of a job, classify its end by what it added to its logs, and record it.
+"""Run one attempt of a job, and classify its end by what it added to its logs.
 
 Only what the attempt added is read: a log that all attempts share holds the failures of
-earlier ones too. `classify` finds the cause; `job` decides what follows.
+earlier ones too. `classify` finds the cause; `policy` decides what follows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from functools import partial
 from itertools import chain
 from typing import BinaryIO, TypeVar
 
-from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import StorageError
 from ckptctl.failures.classifying import classify
 from ckptctl.failures.results import CLASSES, CONFIDENCES, Classification
-from ckptctl.formats.own.files import MAX_STRING, time_now, utc_now
-from ckptctl.formats.own.supervision import AttemptDocument, CauseDocument
+from ckptctl.formats.own.files import MAX_STRING, time_now
+from ckptctl.formats.own.supervision import CauseDocument
 from ckptctl.logs.reading import LogReader
 from ckptctl.logs.rows import Row
 from ckptctl.redaction import redacted
@@ -35,8 +34,7 @@ from ckptctl.storage.shared_places import (
 from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.nodes import BY_SLURM, AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
-from ckptctl.supervisor.policy import NOT_INSPECTED, Conclusion, Ended, RootState
-from ckptctl.supervisor.results import Attempt
+from ckptctl.supervisor.policy import Ended
 from ckptctl.unexpected import Unknown, guarded
 
 MOST_NAMES = 64
@@ -110,82 +108,6 @@ class AttemptRunner:
             self._tell(f"warning: the log folder cannot be used ({log}); the output goes here")
             return (self._options.stdout, None), logs
         return (log.fd, log.fd), (*logs, log)
-
-
-def begun(number: int, plan: AttemptPlan) -> AttemptDocument:
-    """The record of an attempt that begins."""
-    return {
-        "number": number,
-        "started_at": utc_now(),
-        "host": cluster_context().node,
-        "milliseconds": 0,
-        "exit_code": None,
-        "step": None,
-        "inspected": False,
-        "progress": False,
-        "free": False,
-        "decision": None,
-        "reason": "",
-        "cause": None,
-        "section": None,
-        "ranks": [],
-        "nodes": [],
-        "allocation": plan.allocation[:MAX_STRING],
-        "world_size": plan.world_size,
-    }
-
-
-def closed(
-    attempt: AttemptDocument,
-    ended: Ended,
-    seen: RootState,
-    conclusion: Conclusion,
-    *,
-    progress: bool,
-) -> AttemptDocument:
-    """The record of an attempt that has ended."""
-    attempt = {
-        **attempt,
-        "milliseconds": int(1000 * ended.seconds),
-        "exit_code": ended.code,
-        "step": seen.step,
-        "inspected": seen.code not in NOT_INSPECTED,
-        "progress": progress,
-        "free": conclusion.free,
-        "decision": conclusion.decision.value,
-        "reason": conclusion.reason[:MAX_STRING],
-    }
-    if ended.hung is not None:
-        attempt["cause"] = "hang"
-        attempt["section"] = ended.hung.section
-        attempt["ranks"] = [*ended.hung.ranks[:MOST_NAMES]]
-        attempt["nodes"] = [*ended.hung.nodes[:MOST_NAMES]]
-    elif ended.cause is not None:
-        attempt["cause"] = ended.cause["failure"]
-        attempt["ranks"] = [] if ended.cause["rank"] is None else [ended.cause["rank"]]
-        attempt["nodes"] = [*ended.cause["nodes"]]
-    return attempt
-
-
-def reported(attempt: AttemptDocument, conclusion: Conclusion, left: int) -> Attempt:
-    """The attempt as `run` reports it; `left` are the restarts that are left."""
-    return Attempt(
-        number=attempt["number"],
-        started_at=attempt["started_at"],
-        seconds=attempt["milliseconds"] / 1000,
-        exit_code=attempt["exit_code"] or 0,
-        step=attempt["step"],
-        inspected=attempt["inspected"],
-        progress=attempt["progress"],
-        left=left,
-        decision=conclusion.decision,
-        reason=conclusion.reason,
-        cause=attempt["cause"],
-        section=attempt["section"],
-        ranks=tuple(attempt["ranks"]),
-        nodes=tuple(attempt["nodes"]),
-        world_size=attempt["world_size"],
-    )
 
 
 # Logs

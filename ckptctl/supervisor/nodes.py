@@ -19,7 +19,7 @@ from ckptctl.errors import OptionError
 from ckptctl.failures.results import CLASSES
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.supervision import (
-    AttemptDocument,
+    Attempt,
     CauseDocument,
     ExcludedDocument,
     SupervisorDocument,
@@ -147,7 +147,7 @@ class Blame(NamedTuple):
 
 
 def blamed(
-    hang: Hang | None, cause: CauseDocument | None, attempts: Sequence[AttemptDocument]
+    hang: Hang | None, cause: CauseDocument | None, attempts: Sequence[Attempt]
 ) -> list[Blame]:
     """The nodes that the last of `attempts` names.
 
@@ -166,11 +166,11 @@ def blamed(
         return [Blame(node, cause["failure"], certain=True) for node in cause["nodes"]]
     last = attempts[-_N_SHORT:]
     if len(last) < _N_SHORT or any(
-        not attempt["exit_code"] or attempt["milliseconds"] >= _SHORT_S * 1000 for attempt in last
+        not attempt.exit_code or attempt.seconds >= _SHORT_S for attempt in last
     ):
         return []
-    named = set.intersection(*(set(attempt["nodes"]) for attempt in last))
-    had = [set(expand(attempt["allocation"])) for attempt in last]
+    named = set.intersection(*(set(attempt.nodes) for attempt in last))
+    had = [set(expand(attempt.allocation)) for attempt in last]
     common = set.intersection(*had)
     if common != had[-1]:  # the same nodes each time do not single one out
         named |= common
@@ -339,7 +339,7 @@ class Nodes:
                     "node": node,
                     "cause": why,
                     "at": time_now(),
-                    "attempt": last["number"],
+                    "attempt": last.number,
                 }
                 state = {**state, "excluded": [*state["excluded"], entry]}
         return state

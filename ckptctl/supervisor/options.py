@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
-from ckptctl.formats.own.supervision import SectionDocument
+from ckptctl.formats.own.supervision import Attempt, SectionDocument
 from ckptctl.inspection.marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import (
@@ -28,7 +28,6 @@ from ckptctl.options import (
 from ckptctl.selection.watching import ALARM_AFTER, Watched
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.policy import BudgetOptions
-from ckptctl.supervisor.results import Attempt
 
 FACTOR = 5.0
 """A learned limit is this many times the longest time seen. Source: NVRx, `safety_factor`."""
