@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from ckptctl.errors import OptionError, StorageError, UsageError
-from ckptctl.failures.results import Domain, Restart
+from ckptctl.failures.results import Classification, Domain, Restart
 from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import (
     MAX_ATTEMPTS,
     Attempt,
-    CauseDocument,
     Decision,
     SupervisorDocument,
 )
@@ -144,7 +143,7 @@ class Ended(NamedTuple):
 
     code: int
     seconds: float
-    cause: CauseDocument | None
+    cause: Classification | None
     hang: Hang | None
     asked: bool
     stopped: str = ""
@@ -233,7 +232,8 @@ def decide(
     if ended.asked:
         return Conclusion(Decision.STOPPED, "a signal asked for it", code, free=True)
     if ended.stopped:
-        return stopped_by_scheduler(ended.cause and ended.cause["failure"], ended.stopped, code)
+        failure = None if ended.cause is None else ended.cause.failure
+        return stopped_by_scheduler(failure, ended.stopped, code)
     if ended.by_itself:
         if code == 0:
             return Conclusion(Decision.DONE, "the command succeeded", 0, free=True)
@@ -256,7 +256,7 @@ def decide(
         reason = f"no {which} is left, and no newer step was saved"
         return Conclusion(Decision.GIVEN_UP, reason, GIVEN_UP, free)
     if ended.hung is None and ended.cause is not None and _comes_again(ended.cause, past):
-        reason = f"{ended.cause['failure']}: {ended.cause['message']}"
+        reason = f"{ended.cause.failure}: {ended.cause.message}"
         return Conclusion(Decision.NEVER, reason, code)
     if free:
         reason = f"it cost nothing; {after.left(options)} of {options.max_restarts} restarts left"
@@ -287,26 +287,22 @@ def _reason_of(code: int) -> str:
     return reasons.get(code, f"exit code {code}: a restart would fail in the same way")
 
 
-def _is_free(code: int | None, cause: CauseDocument | None) -> bool:
+def _is_free(code: int | None, cause: Classification | None) -> bool:
     """Whether the end has a cause outside the job, which costs nothing of the budget."""
     if code in (RERUN, NO_ANSWER):
         return True
-    return (
-        cause is not None
-        and cause["restart"] == Restart.FREE.value
-        and cause["confidence"] != "low"
-    )
+    return cause is not None and cause.restart is Restart.FREE and cause.confidence != "low"
 
 
-def _comes_again(cause: CauseDocument, past: Sequence[Attempt]) -> bool:
+def _comes_again(cause: Classification, past: Sequence[Attempt]) -> bool:
     """Whether a restart would meet this failure again.
 
     A failure that a restart cannot remove stops at once where its class is certain. One of
     the job, and one that is less certain, stops when it came before without a newer step
     since: the reader of a log can be wrong, and a false stop costs more than a restart.
     """
-    lasting = cause["restart"] == Restart.NO.value or cause["rule"] in _AT_ONCE
-    if lasting and (cause["confidence"] == "high" or cause["domain"] == Domain.STOPPED.value):
+    lasting = cause.restart is Restart.NO or cause.rule in _AT_ONCE
+    if lasting and (cause.confidence == "high" or cause.domain is Domain.STOPPED):
         return True
-    may_be_job = cause["domain"] == Domain.JOB.value and cause["restart"] == Restart.ONCE.value
-    return (lasting or may_be_job) and any(each.cause == cause["failure"] for each in past)
+    may_be_job = cause.domain is Domain.JOB and cause.restart is Restart.ONCE
+    return (lasting or may_be_job) and any(each.cause == cause.failure for each in past)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, cluster_context
 from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.files import MAX_STRING, utc_now
@@ -48,7 +49,7 @@ from ckptctl.selection.watching import (
 )
 from ckptctl.storage.opening import local_path, open_store
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
-from ckptctl.supervisor.attempts import MOST_NAMES, AttemptRunner, LogFolder, cause_by_slurm
+from ckptctl.supervisor.attempts import AttemptRunner, LogFolder
 from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import (
@@ -398,6 +399,10 @@ class WatchedRoots:
             self._check_same()
 
 
+MOST_NAMES = 64
+"""Ranks and nodes of one attempt that the state keeps."""
+
+
 def _concluded(
     attempt: Attempt, ended: Ended, seen: RootState, conclusion: Conclusion, *, progress: bool
 ) -> Attempt:
@@ -422,12 +427,12 @@ def _concluded(
             nodes=ended.hung.nodes[:MOST_NAMES],
         )
     if ended.cause is not None:
-        rank = ended.cause["rank"]
+        rank = ended.cause.rank
         return replace(
             attempt,
-            cause=ended.cause["failure"],
+            cause=ended.cause.failure,
             ranks=() if rank is None else (rank,),
-            nodes=tuple(ended.cause["nodes"]),
+            nodes=ended.cause.nodes[:MOST_NAMES],
         )
     return attempt
 
@@ -621,7 +626,8 @@ class SupervisedJob:
         }
         if conclusion.decision is Decision.RESTART:
             n_excluded = len(state["excluded"])
-            state = self.nodes.exclude(state, ended.hung, ended.cause)
+            if not ended.lost_node:  # the scheduler leaves it out while it is down
+                state = self.nodes.exclude(state, ended.hung, ended.cause)
             if ended.by_itself and ended.code == RERUN and len(state["excluded"]) == n_excluded:
                 self.tell("warning: exit code 16 asks for other nodes, and none was excluded")
         held.save(state)
@@ -638,7 +644,7 @@ class SupervisedJob:
         """
         if ended.asked or (ended.by_itself and not ended.code) or job_id() is None:
             return ended
-        failure = "" if ended.cause is None else ended.cause["failure"]
+        failure = "" if ended.cause is None else ended.cause.failure
         # After a hang the logs hold what ended the job, and that was this process.
         by_text = ended.by_itself and failure in ("preemption", "walltime")
         slurm = ask_slurm(nodes)
@@ -647,10 +653,13 @@ class SupervisedJob:
                 self.tell(f"warning: Slurm does not answer; {failure} is read from the logs alone")
             return ended
         if slurm.ends:
-            return ended._replace(stopped=slurm.why, cause=cause_by_slurm(slurm.ends, slurm.why))
+            return ended._replace(
+                stopped=slurm.why, cause=Classification.stated(slurm.ends, slurm.why, "high")
+            )
         if slurm.down:
             states = ", ".join(f"{node} as {state}" for node, state in slurm.down.items())
-            cause = cause_by_slurm("infra-node", f"Slurm reports {states}", [*slurm.down])
+            message = f"Slurm reports {states}"
+            cause = Classification.stated("infra-node", message, "high", [*slurm.down])
             return ended._replace(lost_node=True, cause=cause)
         if by_text:
             self.tell(

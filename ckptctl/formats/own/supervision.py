@@ -13,7 +13,7 @@ from typing import TypedDict
 from ckptctl.errors import OwnFileUnreadable
 from ckptctl.formats.own.files import read_back
 from ckptctl.formatting import duration
-from ckptctl.model import Count, Id, Message, NonNegative, Positive, Time
+from ckptctl.model import Count, Id, NonNegative, Positive, Time
 
 STATE_SCHEMA = "ckptctl.supervisor/1"
 LEASE_SCHEMA = "ckptctl.lease/1"
@@ -182,26 +182,6 @@ class SupervisorDocument(TypedDict):
     """When the budget was reset, in order."""
     sections: dict[str, SectionDocument]
     """What the limits of sections are learned from."""
-
-
-class CauseDocument(TypedDict):
-    """Why an attempt failed, as far as its logs show."""
-
-    failure: str
-    """The class of the failure."""
-    domain: str
-    """What failed: the infrastructure, the job, or neither."""
-    restart: str
-    """Whether a restart can help."""
-    confidence: str
-    """How certain the class is: `high`, `medium` or `low`."""
-    rule: str
-    """The rule that decided; empty where none did."""
-    message: Message
-    rank: Count | None
-    """The rank that failed first."""
-    nodes: list[str]
-    """The nodes that are suspected."""
 
 
 class LeaseDocument(TypedDict):
