@@ -155,8 +155,8 @@ def _remove_left_behind() -> None:
     processes, so a folder is removed only an hour after anything was written into it.
     """
     for parent in (_IN_MEMORY, tempfile.gettempdir()):
-        with suppress(OSError):
-            for entry in os.scandir(parent):
+        with suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:
                 match = _OWN_FOLDER.fullmatch(entry.name)
                 if match is None or not entry.is_dir(follow_symlinks=False):
                     continue

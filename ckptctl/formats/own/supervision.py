@@ -77,7 +77,7 @@ class Attempt:
     started_at: Time
     """When it was started."""
     seconds: NonNegative = 0.0
-    """How long it ran; 0 while it runs, or where its supervisor was killed."""
+    """How long it ran, as far as that is recorded."""
     exit_code: Count | None = None
     """The exit code of the job, 128 + N for signal N; null while it runs, or where its supervisor
     was killed."""
@@ -86,17 +86,18 @@ class Attempt:
     inspected: bool = False
     """`ckptctl run` could inspect the root after it."""
     progress: bool = False
-    """`ckptctl run` found that step newer than any before."""
+    """`ckptctl run` found a usable step after it that is newer than any before."""
     free: bool = False
     """It cost nothing of the budget of `ckptctl run`."""
     left: Count | None = None
     """Restarts without progress that were left after it."""
     decision: Decision | None = None
-    """What `ckptctl run` did next; null while it runs, and without one."""
+    """What `ckptctl run` did next; null while it runs, and where none supervised it."""
     reason: str = ""
     """Why, in one line."""
     cause: str | None = None
-    """The class of failure in its logs, such as `infra-node`, or `hang`; null where unknown."""
+    """The class of failure in its logs, such as `infra-node`, `hang`, or the error that its ledger
+    recorded; null where unknown."""
     section: str | None = None
     """The section in which it hung: `setup`, `step`, `checkpoint`; null otherwise."""
     ranks: tuple[Count, ...] = ()
