@@ -57,11 +57,6 @@ class Folder:
         self._key = ""
         _remove_left_behind()
 
-    @property
-    def path(self) -> str:
-        """Where the folder is or was; empty where none could be made."""
-        return self._path
-
     def begin(self) -> Mapping[str, str]:
         """Make a new folder and a new key for an attempt; what its environment must hold."""
         self.remove()

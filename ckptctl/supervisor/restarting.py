@@ -622,7 +622,7 @@ class SupervisedJob:
             **state,
             "best": seen.step if progress else best,
             "attempts": [*earlier, attempt],
-            "sections": self.sections.documents(),
+            "sections": dict(self.sections.seen),
         }
         if conclusion.decision is Decision.RESTART:
             n_excluded = len(state["excluded"])

@@ -214,7 +214,7 @@ STATE = {
     "attempts": [ATTEMPT],
     "excluded": [],
     "resets": [],
-    "sections": {"step": {"n": 3, "longest_milliseconds": 9}},
+    "sections": {"step": {"n": 3, "longest_s": 0.009}},
 }
 SAMPLES: Mapping[str, tuple[bytes, ...]] = {
     "log": LOG_SAMPLES,

@@ -153,12 +153,13 @@ class ResetDocument(TypedDict):
     """The number of the last attempt before it."""
 
 
-class SectionDocument(TypedDict):
+@dataclass(frozen=True, slots=True)
+class SectionTimes:
     """What earlier attempts needed in one section of the job."""
 
-    n: Count
+    n: Count = 0
     """Reports of sound ranks from it."""
-    longest_milliseconds: Count
+    longest_s: NonNegative = 0.0
     """The longest time between two."""
 
 
@@ -181,7 +182,7 @@ class SupervisorDocument(TypedDict):
     """The nodes that were taken out of the job, in order."""
     resets: list[ResetDocument]
     """When the budget was reset, in order."""
-    sections: dict[str, SectionDocument]
+    sections: dict[str, SectionTimes]
     """What the limits of sections are learned from."""
 
 
