@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -152,19 +152,20 @@ _MOST_S = 1e10
 _MOST_TEXT = 200
 
 
-_States = Sequence[SupervisorDocument]
-
-
 def read_records(
     store: Store, state: Store | None, now_s: float
 ) -> tuple[list[AttemptRecord], list[str]]:
     """The attempts of a root in order, and warnings about what could not be read.
 
     `state` is where `ckptctl run --state` kept its state, None for the root itself. Cost: three
-    listings, one read per attempt and one per state. Raises `StorageError`.
+    listings, one read per attempt and one of the state. Raises `StorageError`.
     """
     warnings: list[str] = []
-    states = [*_states(state or store, "" if state else STATE_FOLDER, warnings)]
+    kept = None
+    try:
+        kept = Revisions(state or store, "" if state else STATE_FOLDER, of_root=False).newest()
+    except OwnFileUnreadable as error:
+        warnings.append(error.message)
     ledgers = [
         ledger
         for _, lines in read_attempts(store, last=MAX_ATTEMPTS)
@@ -176,18 +177,7 @@ def read_records(
             f"the clock jumped during {len(jumps)} of {len(ledgers)} attempts, by up to "
             f"{max(map(abs, jumps)):.0f} s; times between attempts may be wrong by that"
         )
-    return _merged(states, ledgers, now_s), warnings
-
-
-def _states(store: Store, folder: str, warnings: list[str]) -> Iterator[SupervisorDocument]:
-    """The newest state that can be read, if there is one."""
-    try:
-        state = Revisions(store, folder, of_root=False).newest()
-    except OwnFileUnreadable as error:
-        warnings.append(error.message)
-        return
-    if state is not None:
-        yield state
+    return _merged(kept, ledgers, now_s), warnings
 
 
 # One ledger
@@ -293,49 +283,40 @@ def _moment(at: str) -> float | None:
 # Ledgers and states together
 
 
-def _merged(states: _States, ledgers: Sequence[AttemptRecord], now_s: float) -> list[AttemptRecord]:
+def _merged(
+    state: SupervisorDocument | None, ledgers: Sequence[AttemptRecord], now_s: float
+) -> list[AttemptRecord]:
     """Every attempt once, in order; clocks that go back do not change the order of a record."""
-    attempts = {
-        f"{state['run']}/{attempt.number}": (state, attempt)
-        for state in states
-        for attempt in state["attempts"]
-    }
-    spans = [*_spans(attempts)]
-    of: dict[str, list[AttemptRecord]] = defaultdict(list)
+    attempts = () if state is None else state["attempts"]
+    held = state is not None and state["owner"] is not None
+    run = "" if state is None else state["run"]
+    numbers = {f"{run}/{attempt.number}": attempt.number for attempt in attempts}
+    spans = [*map(_span, attempts)]
+    of: dict[int | None, list[AttemptRecord]] = defaultdict(list)
     for ledger in ledgers:
-        name = ledger.supervised or _by_time(ledger, spans)
-        of[name if name in attempts else ""].append(ledger)
-    sequences = [of[""]]
-    for state in states:
-        sequences.append([])
-        for attempt in state["attempts"]:
-            own = of[f"{state['run']}/{attempt.number}"]
-            sequences[-1] += _supervised(attempt, own, now_s, held=state["owner"] is not None)
+        number = numbers.get(ledger.supervised)
+        if not ledger.supervised:
+            # Without a name the time decides: the attempt during which it was begun.
+            during = (n for began_s, ended_s, n in spans if began_s <= ledger.began_s <= ended_s)
+            number = next(during, None)
+        of[number].append(ledger)
+    supervised = [
+        record
+        for attempt in attempts
+        for record in _supervised(attempt, of[attempt.number], now_s, held=held)
+    ]
     keyed: list[tuple[float, AttemptRecord]] = []
-    for sequence in sequences:
+    for sequence in (of[None], supervised):
         keyed += zip(accumulate((each.began_s for each in sequence), max), sequence, strict=True)
-    return [record for _, record in sorted(keyed, key=lambda each: each[0])]
+    return [record for _, record in sorted(keyed, key=itemgetter(0))]
 
 
-_Attempts = Mapping[str, tuple[SupervisorDocument, Attempt]]
-
-
-_Span = tuple[float, float, str]
-
-
-def _spans(attempts: _Attempts) -> Iterator[_Span]:
-    """The attempts of `run` with when they began and ended; one without an end may still run."""
-    for name, (_, attempt) in attempts.items():
-        began_s = _moment(attempt.started_at)
-        if began_s is not None:
-            runs = attempt.decision is None and not attempt.seconds
-            yield began_s, math.inf if runs else began_s + attempt.seconds, name
-
-
-def _by_time(record: AttemptRecord, spans: Sequence[_Span]) -> str:
-    """The attempt during which a ledger was begun that names none; empty for none."""
-    found = (name for began_s, ended_s, name in spans if began_s <= record.began_s <= ended_s)
-    return next(found, "")
+def _span(attempt: Attempt) -> tuple[float, float, int]:
+    """When an attempt of `run` began and ended, and its number; without an end it may still run."""
+    began_s = _moment(attempt.started_at)
+    began_s = math.inf if began_s is None else began_s
+    runs = attempt.decision is None and not attempt.seconds
+    return began_s, math.inf if runs else began_s + attempt.seconds, attempt.number
 
 
 def _supervised(
