@@ -548,7 +548,7 @@ class SupervisedJob:
         resets = self.options.budget.reset_budget is not None
         if is_progress(state, seen.step):
             if attempts and not resets:
-                last = replace(attempts[-1], step=seen.step, progress=True)
+                last = replace(attempts[-1], step=seen.step, inspected=True, progress=True)
                 attempts = [*attempts[:-1], last]
             held.save({**state, "best": seen.step, "attempts": attempts})
             self.roots.use(seen)
