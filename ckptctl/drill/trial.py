@@ -222,18 +222,11 @@ _MOST_SAVES = 10
 """After how many saves a fault comes in any case."""
 
 
-def run_trial(
-    name: str, job: DrillJob, reference: Path, seed: int, tell: Callable[[str], None]
-) -> Trial:
-    """Inject the fault `name` into the job, and grade what follows.
+class FaultInjection:
+    """One fault, from the start of the job to its grade.
 
-    `reference` is the log of the run without a fault. No process of the job remains.
+    `reference` is the log of the run without a fault.
     """
-    return _Trial(name, job, reference, seed, tell).run()
-
-
-class _Trial:
-    """One fault, from the start of the job to its grade."""
 
     def __init__(
         self, name: str, job: DrillJob, reference: Path, seed: int, tell: Callable[[str], None]
@@ -250,6 +243,7 @@ class _Trial:
         self._report(f"{self._name}: {message}")
 
     def run(self) -> Trial:
+        """Inject the fault, and grade what follows. No process of the job remains."""
         trial = self._trial
         try:
             self._break()

@@ -128,21 +128,13 @@ class Talk(Protocol):
         """
 
 
-def proceed(
-    book: Runbook, record: RunRecord, talk: Talk, handed_on: Mapping[str, str], *, n_found: int = 0
-) -> Position:
-    """Run the blocks until the run ends or its operator leaves it; the position then.
+class Engine:
+    """A run in progress: each event is recorded first, and then moves the position.
 
     `handed_on` are unrecorded variables for the commands (addresses and credentials of a
-    storage); the first `n_found` events were found under the root. Every block is recorded
-    before and after it runs. Raises `NoTerminal`, `TakenOver`, `RunUnreadable`, and
-    storage errors of the record.
+    storage); the first `n_found` events were found under the root. Raises `RunUnreadable` where
+    they are not those of the page.
     """
-    return _Engine(book, record, talk, handed_on, n_found).run()
-
-
-class _Engine:
-    """A run in progress: each event is recorded first, and then moves the position."""
 
     def __init__(
         self,
@@ -150,7 +142,7 @@ class _Engine:
         record: RunRecord,
         talk: Talk,
         handed_on: Mapping[str, str],
-        n_found: int,
+        n_found: int = 0,
     ) -> None:
         self.book = book
         self.record = record
@@ -170,6 +162,11 @@ class _Engine:
         self._seen_roots.check(self.record.store, list_root(self.record.store))
 
     def run(self) -> Position:
+        """Run the blocks until the run ends or its operator leaves it; the position then.
+
+        Every block is recorded before and after it runs. Raises `NoTerminal`, `TakenOver`, and
+        storage errors of the record.
+        """
         position, talk = self.position, self.talk
         self._check_root()
         if self.n_found:

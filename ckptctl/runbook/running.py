@@ -21,9 +21,9 @@ from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import (
     EXIT_DO_NOT_RESTART,
     EXIT_OVERRIDDEN,
+    Engine,
     NoTerminal,
     Talk,
-    proceed,
     who,
 )
 from ckptctl.runbook.executing import dropped_variables
@@ -105,7 +105,7 @@ def run_runbook(
         if how == "dry":
             unwritten = Unwritten(store)
             _open(book, unwritten, root, given)
-            position = proceed(book, unwritten, talk, handed_on)
+            position = Engine(book, unwritten, talk, handed_on).run()
             again = _next(book, root, given, talk, how, position)
             return _ran(unwritten, position, talk, again, n_found=0)
         found, record = _record(book, store, how, talk, given)
@@ -117,7 +117,7 @@ def run_runbook(
         n_found = len(record.events)
         try:
             _open(book, record, root, given)
-            position = proceed(book, record, talk, handed_on, n_found=n_found)
+            position = Engine(book, record, talk, handed_on, n_found).run()
             text = transcript(record.events).encode("utf-8", "backslashreplace")
             store.put(f"{record.folder}/{TRANSCRIPT}", text, replace=True)
         except AccessDenied as error:
