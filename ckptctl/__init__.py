@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptctl.findings import Verdict as Verdict
     from ckptctl.formats.own.marks import Mark as Mark
     from ckptctl.formats.own.marks import MarkKind as MarkKind
+    from ckptctl.formats.own.supervision import Attempt as Attempt
     from ckptctl.goodput.data_use import DataUse as DataUse
     from ckptctl.goodput.data_use import data_use as data_use
     from ckptctl.goodput.estimating import RecoveryCost as RecoveryCost
@@ -80,17 +81,15 @@ if TYPE_CHECKING:
     from ckptctl.selection.watching import Watched as Watched
     from ckptctl.selection.watching import watch as watch
     from ckptctl.supervisor.nodes import NodeOptions as NodeOptions
+    from ckptctl.supervisor.restarting import Supervised as Supervised
     from ckptctl.supervisor.restarting import keep_running as keep_running
-    from ckptctl.supervisor.results import Attempt as Attempt
-    from ckptctl.supervisor.results import Supervised as Supervised
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "ckptctl.selection.pruning": "Pruned prune",
     "ckptctl.supervisor.nodes": "NodeOptions",
-    "ckptctl.supervisor.restarting": "keep_running",
-    "ckptctl.supervisor.results": "Attempt Supervised",
+    "ckptctl.supervisor.restarting": "Supervised keep_running",
     "ckptctl.preflight_checks.running": "preflight",
     "ckptctl.preflight_checks.results": "Check Preflight",
     "ckptctl.diagnostics.diagnosing": "doctor",
@@ -107,6 +106,7 @@ _HOMES = {
     "ckptctl.failures.results": "Classification Evidence",
     "ckptctl.findings": "Finding Report Severity Verdict",
     "ckptctl.formats.own.marks": "Mark MarkKind",
+    "ckptctl.formats.own.supervision": "Attempt",
     "ckptctl.selection.choosing": "Answer PassedOver",
     "ckptctl.selection.marking": "Marked mark",
     "ckptctl.selection.picking": "Pick Scan pick scan",

@@ -82,11 +82,11 @@ def test_an_attempt_whose_logs_cannot_be_read_has_an_unknown_cause(tmp_path, mon
     log = tmp_path / "a.log"
     logs = Logs([JobLog(str(log))], tell=lambda _: None)
     log.write_text(SOUND)
-    assert logs.cause(1)["failure"] == "infra-node"
+    assert logs.cause(1).failure == "infra-node"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     cause = logs.cause(1)
-    assert (cause["failure"], cause["confidence"], cause["nodes"]) == ("unknown", "low", [])
-    assert "FileNotFoundError" in cause["message"]
+    assert (cause.failure, cause.confidence, cause.nodes) == ("unknown", "low", ())
+    assert "FileNotFoundError" in cause.message
 
 
 def test_a_figure_that_no_float_holds_has_no_sample():

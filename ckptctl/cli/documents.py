@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from ckptctl.cli.explain import Page
+    from ckptctl.formats.own.supervision import Attempt
     from ckptctl.runbook.document import Input
-    from ckptctl.supervisor.results import Attempt
 
 Document = dict[str, object]
 
@@ -153,7 +153,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "marked": DocumentKind("ckptctl reject, accept and pin --json", ("selection.marking:Marked",)),
     "pruned": DocumentKind("ckptctl prune --json", ("selection.pruning:Pruned",)),
     "preflight": DocumentKind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
-    "supervised": DocumentKind("ckptctl run --json", ("supervisor.results:Supervised",)),
+    "supervised": DocumentKind("ckptctl run --json", ("supervisor.restarting:Supervised",)),
     "attempt": DocumentKind(
         "ckptctl run --notify, for an attempt that failed", ("cli.documents:Attempted",)
     ),

@@ -409,7 +409,7 @@ def _fields(kind: type) -> Iterator[_Field]:
     module = kind.__module__
     names = _names_for_types(module)
     hints = typing.get_type_hints(kind, localns=names, include_extras=True)
-    texts = _texts(module, kind.__name__)
+    texts = _texts(kind)
     required = getattr(kind, "__required_keys__", hints)
     for name in hints if typing.is_typeddict(kind) else field_names(kind):
         signed = module.startswith(("ckptctl.logs.", "ckptctl.loss.")) and not name.startswith("n_")
@@ -431,19 +431,23 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
-def _texts(module: str, name: str) -> Mapping[str, str]:
-    """The docstring behind each field of a class, and of its bases in the same module."""
-    classes = {node.name: node for node in _tree(module).body if isinstance(node, ast.ClassDef)}
-    kind = classes[name]
-    bases = [base.id for base in kind.bases if isinstance(base, ast.Name) and base.id in classes]
-    return {key: text for base in bases for key, text in _texts(module, base).items()} | {
-        field.target.id: _text(str(text.value.value))
-        for field, text in pairwise(kind.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-    }
+def _texts(kind: type) -> Mapping[str, str]:
+    """The docstring behind each field of a class, and of its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not base.__module__.startswith("ckptctl."):
+            continue
+        classes = (node for node in _tree(base.__module__).body if isinstance(node, ast.ClassDef))
+        (about,) = (node for node in classes if node.name == base.__name__)
+        texts |= {
+            field.target.id: _text(str(text.value.value))
+            for field, text in pairwise(about.body)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        }
+    return texts
 
 
 def _names_for_types(module: str) -> Mapping[str, object]:

@@ -20,13 +20,13 @@ from ckptctl.cli.rendering import Line, StyledText, line, next_line
 from ckptctl.distributed.launcher import launched_together
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
+from ckptctl.formats.own.supervision import Attempt, Decision
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.watching import ALARM_AFTER
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import WAIT_S, OutputOptions, RunOptions
 from ckptctl.supervisor.policy import BudgetOptions
-from ckptctl.supervisor.restarting import supervise
-from ckptctl.supervisor.results import Attempt, Decision, Supervised
+from ckptctl.supervisor.restarting import Supervised, supervise
 
 EXAMPLES = (
     "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",

@@ -44,7 +44,6 @@ from ckptctl.runbook.document import (
     used_names,
 )
 from ckptctl.runbook.engine import EXIT_OVERRIDDEN, NoTerminal
-from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.record import is_argument
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import TRANSCRIPT, write_transcript
@@ -380,24 +379,24 @@ class TerminalPrompts:
         if text and (self.verbose or not is_next) and self._burst.shows(text):
             self._say(_printed(text))
 
-    def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
+    def ended(self, block: Block, outcome: Outcome, exit_code: int | None) -> None:
         """What was found, and what was expected if that is something else."""
         has_asked, self._has_asked = self._has_asked, False
-        is_beside = ended is None and not has_asked and outcome.then != STOP
+        is_beside = exit_code is None and not has_asked and outcome.then != STOP
         if is_beside and self._is_short and not self.dry_run:
             return
         usual = block.outcomes[0]
-        is_usual = ended is not None and ended.exit_code == usual.first
+        is_usual = exit_code is not None and exit_code == usual.first
         if self._is_short and is_usual and outcome.then != STOP:
             if hidden := self._burst.hidden:
                 self._say(_printed(f"({counted(len(hidden), 'more line')}: see the transcript)"))
             mark = StyledText("✓" if self.out.err.unicode else "ok", "good")
             self._say(line("  ", mark, f" {outcome.because}", hang=4))
             return
-        if ended is None:
+        if exit_code is None:
             how = "assumed in a dry run" if self.dry_run and outcome is usual else "not run"
         else:
-            how = f"exit code {ended.exit_code}"
+            how = f"exit code {exit_code}"
             hidden = self._burst.hidden
             self._say(*map(_printed, hidden))
             if not is_usual:

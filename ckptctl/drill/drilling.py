@@ -27,7 +27,7 @@ from ckptctl.drill.job import (
     read_only_launcher,
     storage_errors,
 )
-from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, Drilled, Trial, run_trial
+from ckptctl.drill.trial import FAULTS, SAVES_BEFORE, STALL_S, Drilled, FaultInjection, Trial
 from ckptctl.errors import UsageError
 from ckptctl.formatting import command_line, counted
 from ckptctl.options import ROOT_ENV, Parameter, StorageOptions
@@ -138,7 +138,8 @@ def drill(
         limited = _measured(reference, options)
         for name in options.faults:
             job = job_on_copy(name, limited)
-            trials.append(run_trial(name, job, reference.log, options.seed, tell))
+            injection = FaultInjection(name, job, reference.log, options.seed, tell)
+            trials.append(injection.run())
             if not options.keep:
                 shutil.rmtree(job.root)
 
@@ -189,7 +190,7 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     except TrialFailed as failed:
         waiting = None if job.refused else "--patience 2h waits longer"
         raise UsageError(f"{failed}; see {job.log}", instead=waiting) from failed
-    exit_code = next((one["exit_code"] for one in job.attempts() if one["exit_code"]), None)
+    exit_code = next((one.exit_code for one in job.attempts() if one.exit_code), None)
     if exit_code is not None and saves.n < SAVES_BEFORE:
         raise UsageError(
             f"without a fault the job ended with {exit_code} after {counted(saves.n, 'save')}; "

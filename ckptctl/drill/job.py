@@ -30,7 +30,7 @@ from ckptctl.errors import CkptctlError, PathNotFound, UsageError
 from ckptctl.failures.rank_dumps import PREFIX_VARIABLES
 from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
+from ckptctl.formats.own.supervision import Attempt, SupervisorDocument
 from ckptctl.formatting import command_line
 from ckptctl.inspection.seals import ROOT_FILE
 from ckptctl.logs.rows import Marker, Row
@@ -288,7 +288,7 @@ class DrillJob:
         with open_store(str(self.root)) as store:
             return Revisions(store, STATE_FOLDER, of_root=True).newest()
 
-    def attempts(self) -> Sequence[AttemptDocument]:
+    def attempts(self) -> Sequence[Attempt]:
         """The attempts so far."""
         state = self.state()
         return state["attempts"] if state else ()
@@ -327,7 +327,7 @@ class DrillJob:
     def is_over(self) -> bool:
         """Whether an attempt of the job has ended, or `ckptctl run` before there was one."""
         attempts = self.attempts()
-        if attempts and attempts[-1]["decision"] is not None:
+        if attempts and attempts[-1].decision is not None:
             return True
         return self._run is not None and self._run.poll() is not None
 

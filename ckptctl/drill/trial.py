@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl import markup
@@ -222,73 +222,51 @@ _MOST_SAVES = 10
 """After how many saves a fault comes in any case."""
 
 
-def run_trial(
-    name: str, job: DrillJob, reference: Path, seed: int, tell: Callable[[str], None]
-) -> Trial:
-    """Inject the fault `name` into the job, and grade what follows.
+class FaultInjection:
+    """One fault, from the start of the job to its grade.
 
-    `reference` is the log of the run without a fault. No process of the job remains.
+    `reference` is the log of the run without a fault.
     """
-    return _Trial(name, job, reference, seed, tell).run()
-
-
-class _Trial:
-    """One fault, from the start of the job to its grade."""
 
     def __init__(
         self, name: str, job: DrillJob, reference: Path, seed: int, tell: Callable[[str], None]
     ) -> None:
         self._name = name
+        self._trial = Trial(name, folder=str(job.folder))
         self._job = job
         self._reference = reference
         self._report = tell
         self._draw = random.Random(f"{seed} {name}")  # noqa: S311  # a drill, no secret
         self._injected: Injected | None = None
-        self._detected_s: float | None = None
-        self._restarted_s: float | None = None
-        self._runbook: int | None = None
-        self._loss: str | None = None
-        self._agreement: str | None = None
-        self._lost: int | None = None
-        self._problems: list[str] = []
 
     def _tell(self, message: str) -> None:
         self._report(f"{self._name}: {message}")
 
     def run(self) -> Trial:
+        """Inject the fault, and grade what follows. No process of the job remains."""
+        trial = self._trial
         try:
             self._break()
             self._resume()
         except TrialFailed as failed:
-            self._problems.append(str(failed))
+            trial.problems.append(str(failed))
         finally:
             self._job.stop()
-        self._problems += self._differences()
+        trial.resumed_from = self._resumed_from()
+        trial.problems += self._differences()
+        if self._injected is not None:
+            trial.description = self._injected.description
+            trial.expected_step = self._injected.expected_step
         attempts = self._job.attempts()
-        first = attempts[0] if attempts else None
-        injected = self._injected
+        if attempts:
+            first = attempts[0]
+            trial.cause, trial.section = first.cause, first.section
+            trial.ranks, trial.nodes = first.ranks, first.nodes
+        trial.excluded = self._left_out
+        trial.world_size = attempts[-1].world_size if len(attempts) > 1 else None
         evidence = self._job.folder / "evidence" / "attempt-1"
-        trial = Trial(
-            fault=self._name,
-            description=injected.description if injected else "the fault was not injected",
-            detected_s=self._detected_s,
-            restarted_s=self._restarted_s,
-            expected_step=injected.expected_step if injected else None,
-            resumed_from=self._resumed_from(),
-            lost_steps=self._lost,
-            loss=self._loss,
-            loss_message=self._agreement,
-            cause=first["cause"] if first else None,
-            section=first["section"] if first else None,
-            ranks=tuple(first["ranks"]) if first else (),
-            nodes=tuple(first["nodes"]) if first else (),
-            excluded=self._left_out,
-            world_size=attempts[-1]["world_size"] if len(attempts) > 1 else None,
-            runbook_exit_code=self._runbook,
-            problems=tuple(self._problems),
-            folder=str(self._job.folder),
-            evidence=tuple(sorted(map(str, evidence.iterdir()))) if evidence.is_dir() else (),
-        )
+        if evidence.is_dir():
+            trial.evidence = tuple(sorted(map(str, evidence.iterdir())))
         self._tell("survived" if trial.passed else f"failed: {'; '.join(trial.problems)}")
         return trial
 
@@ -315,12 +293,12 @@ class _Trial:
         injected = self._injected = FAULTS[self._name](job, ranks, self._draw)
         self._tell(injected.description)
         job.await_("end of the attempt after the fault", lambda: job.is_over() or None)
-        self._detected_s = time.monotonic() - injected.at_s
+        detected_s = self._trial.detected_s = time.monotonic() - injected.at_s
         job.stop()
         newest = job.newest() or 0
         if newest > injected.newest_step:  # a save in flight was completed
             self._injected = replace(injected, expected_step=newest)
-        self._tell(f"detected after {duration(self._detected_s)}; RB-7 begins")
+        self._tell(f"detected after {duration(detected_s)}; RB-7 begins")
 
     def _is_ready(self, first: int) -> bool:
         """Whether the job has saved twice and trained on, so that steps are trained again."""
@@ -372,13 +350,13 @@ class _Trial:
         )
         stalled: StalledStorage | None = None
         if len(job.attempts()) > 1:
-            self._restarted_s = time.monotonic() - began_s
-            self._tell(f"restarted after {duration(self._restarted_s)}{self._smaller()}")
+            restarted_s = self._trial.restarted_s = time.monotonic() - began_s
+            self._tell(f"restarted after {duration(restarted_s)}{self._smaller()}")
             stalled = StalledStorage(job) if self._name == STALLED else None
-        self._runbook = job.await_("end of RB-7", led.poll)
+        code = self._trial.runbook_exit_code = job.await_("end of RB-7", led.poll)
         # A job that saves no RNG or data position is resumed without.
-        if self._runbook not in (0, EXIT_OVERRIDDEN):
-            raise TrialFailed(f"RB-7 ended with {self._runbook}")
+        if code not in (0, EXIT_OVERRIDDEN):
+            raise TrialFailed(f"RB-7 ended with {code}")
         job.await_(
             "save after the resume", lambda: (job.newest() or 0) > best or job.has_ended() or None
         )
@@ -407,12 +385,12 @@ class _Trial:
     def _left_out(self) -> tuple[str, ...]:
         """The node of a hang, which `run` names and a person drains; none where none is left."""
         attempts, nodes = self._job.attempts(), self._job.options.nodes
-        named = attempts[0]["nodes"] if attempts and attempts[0]["cause"] == "hang" else []
-        return tuple(named) if len(named) == 1 and {*nodes.nodes} > {*named} else ()
+        named = attempts[0].nodes if attempts and attempts[0].cause == "hang" else ()
+        return named if len(named) == 1 and {*nodes.nodes} > {*named} else ()
 
     def _smaller(self) -> str:
         """With how many ranks the job was restarted, where `ckptctl run` decides that."""
-        size, excluded = self._job.attempts()[-1]["world_size"], self._left_out
+        size, excluded = self._job.attempts()[-1].world_size, self._left_out
         without = f", without {', '.join(excluded)}" if excluded else ""
         return f" with {size} ranks{without}" if size is not None else without
 
@@ -429,13 +407,13 @@ class _Trial:
 
     def _differences(self) -> Iterator[str]:
         """What is not as it must be, after the job was resumed."""
-        injected, resumed = self._injected, self._resumed_from()
+        injected, resumed = self._injected, self._trial.resumed_from
         if injected is None or resumed is None:
-            if not self._problems:
+            if not self._trial.problems:
                 yield "the job was not resumed"
             return
         last = self._job.logged.read(to_end=True).last
-        self._lost = None if last is None else max(0, last - resumed)
+        self._trial.lost_steps = None if last is None else max(0, last - resumed)
         if resumed != injected.expected_step:
             yield f"it resumed from {resumed}, and should from {injected.expected_step}"
         yield from self._wrongly_named(injected)
@@ -443,7 +421,7 @@ class _Trial:
             yield "the resumed job logged no loss"
             return
         found = check_loss([str(self._reference)], canary=str(self._job.resumed_log))
-        self._loss, self._agreement = found.verdict.value, found.message
+        self._trial.loss, self._trial.loss_message = found.verdict.value, found.message
         if found.exit_code:
             yield f"compared with the run without a fault: {found.message}"
 
@@ -452,57 +430,57 @@ class _Trial:
         if self._name != "rank-stopped":
             return
         first = self._job.attempts()[0]
-        if first["ranks"] and first["ranks"] != [injected.rank]:
-            yield f"rank {injected.rank} was stopped, and {first['ranks']} named"
-        if first["nodes"] and first["nodes"] != [injected.node]:
-            yield f"a rank on {injected.node} was stopped, and {first['nodes']} named"
+        if first.ranks and first.ranks != (injected.rank,):
+            yield f"rank {injected.rank} was stopped, and {[*first.ranks]} named"
+        if first.nodes and first.nodes != (injected.node,):
+            yield f"a rank on {injected.node} was stopped, and {[*first.nodes]} named"
 
 
 # The results, and the report as Markdown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trial:
     """One fault, and what followed it."""
 
     fault: str
     """Its name, such as `rank-killed`."""
-    description: str
+    description: str = "the fault was not injected"
     """What was done to the job, in one line."""
-    detected_s: NonNegative | None
+    detected_s: NonNegative | None = None
     """Seconds from the fault to the end of the attempt; null where it was not detected."""
-    restarted_s: NonNegative | None
+    restarted_s: NonNegative | None = None
     """Seconds from then to the start of the next attempt, with RB-7's checks."""
-    expected_step: int | None
+    expected_step: int | None = None
     """The newest step that is good after the fault."""
-    resumed_from: int | None
+    resumed_from: int | None = None
     """The step that RB-7 resumed from."""
-    lost_steps: int | None
+    lost_steps: int | None = None
     """Steps that were trained before the fault and had to be trained again; null where the log
     does not count training steps."""
-    loss: str | None
+    loss: str | None = None
     """Whether the loss continues as in the run without a fault; a verdict of `loss`."""
-    loss_message: str | None
+    loss_message: str | None = None
     """Why: how many steps agree, and how closely."""
-    cause: str | None
+    cause: str | None = None
     """What `run` called the cause."""
-    section: str | None
+    section: str | None = None
     """The section in which the job hung, as `run` named it."""
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
     """The ranks that `run` named."""
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
     """The nodes that `run` named."""
-    excluded: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
     """The nodes that the job was resumed without."""
-    world_size: int | None
+    world_size: int | None = None
     """With how many ranks it was resumed; null where the command decides that."""
-    runbook_exit_code: int | None
+    runbook_exit_code: int | None = None
     """How RB-7 ended."""
-    problems: tuple[str, ...]
+    problems: list[str] = field(default_factory=list)
     """What is not as it must be; none where the job survives the fault."""
-    folder: str
+    folder: str = ""
     """Where its logs and the transcript of RB-7 are."""
-    evidence: tuple[str, ...]
+    evidence: tuple[str, ...] = ()
     """The files that show why the job hung: stacks, dumps of the flight recorder."""
 
     @property

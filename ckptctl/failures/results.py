@@ -6,7 +6,7 @@ Each class states the domain of the failure, what to do, and whether a restart c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -313,47 +313,69 @@ class Classification:
     message: Message
     advice: str
     """What to do, in a sentence."""
-    node: str | None
+    node: str | None = None
     """The node that is suspected."""
-    device: str | None
+    device: str | None = None
     """The device that is suspected."""
-    rank: int | None
+    rank: int | None = None
     """The rank that failed first, if known."""
-    suspects: tuple[Suspect, ...]
+    suspects: tuple[Suspect, ...] = ()
     """The hardware that the logs name, the decisive first; without errors that training
     survived."""
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[Evidence, ...] = ()
     """What decided, then what supports the same class."""
-    consequences: tuple[Evidence, ...]
+    consequences: tuple[Evidence, ...] = ()
     """What followed from the cause."""
-    others: tuple[Evidence, ...]
+    others: tuple[Evidence, ...] = ()
     """What supports another class, and notes."""
-    survived: tuple[Evidence, ...]
+    survived: tuple[Evidence, ...] = ()
     """Errors after which training continued."""
-    collectives: tuple[StalledCollective, ...]
+    collectives: tuple[StalledCollective, ...] = ()
     """Collectives that did not complete, by the dumps of the flight recorder: those that name a
     rank first, at most 50."""
-    ranks_without_dump: tuple[int, ...]
+    ranks_without_dump: tuple[int, ...] = ()
     """Members of any process group that left no dump."""
-    n_files: int
+    n_files: int = 0
     """Logs that were read."""
-    n_dumps: int
+    n_dumps: int = 0
     """Dumps of the flight recorder that were read."""
-    n_lines: int
+    n_lines: int = 0
     """Lines that were classified."""
-    not_dumps: tuple[str, ...]
+    not_dumps: tuple[str, ...] = ()
     """Why files that were named as dumps were not read."""
-    set_aside: tuple[str, ...]
+    set_aside: tuple[str, ...] = ()
     """What was found and is no evidence, with the reasons, at most 50: another user may have put it
     there, or it is of another time, node, process or job than the attempt."""
-    unread: tuple[str, ...]
+    unread: tuple[str, ...] = ()
     """What ckptctl itself failed to read, a file, a line or a rule, and why: a failure there is not
     in the answer."""
-    deadline_reached: bool
+    deadline_reached: bool = False
     """Whether the deadline passed before the end of the logs; the rest was not read."""
-    next_command: str | None
+    next_command: str | None = None
     """The command to run next; null if nothing is left to do."""
     exit_code: int = 0
+
+    @classmethod
+    def stated(
+        cls, failure: str, message: str, confidence: str = CONFIDENCES[0], nodes: Sequence[str] = ()
+    ) -> Classification:
+        """The class of an end that somebody states; no log was read for it."""
+        about = CLASSES[failure]
+        return cls(
+            failure,
+            about.domain,
+            about.action,
+            about.restart,
+            confidence,
+            message,
+            about.advice,
+            suspects=tuple(Suspect(node, (), (), confidence) for node in nodes),
+        )
+
+    @property
+    def rule(self) -> str:
+        """The rule that decided; empty where none did."""
+        return self.evidence[0].rule if self.evidence else ""
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from ckptctl.model import ExitCode, Fraction, Message, NextCommand, NonNegative
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.roots import list_root
+from ckptctl.selection.watching import pauses_s
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
@@ -195,16 +195,12 @@ def measured(
     """
     with open_store(root, storage) as store:
         check_has_steps(store, list_root(store, compile_pattern(pattern)))
-        saved = sorted(_saved(store, pattern), key=lambda save: save.number)
+        saved = [*_saved(store, pattern)]
     if not saved:
         return Measured(0)
     n_bytes = round(median(save.n_bytes for save in saved))
-    gaps_s = [
-        later.last_s - sooner.last_s
-        for sooner, later in pairwise(saved)
-        if later.last_s > sooner.last_s
-    ]
-    interval_s = median(gaps_s) if gaps_s else None
+    between_s = pauses_s({save.number: save.last_s for save in saved})
+    interval_s = median(between_s) if between_s else None
     if len(saved) > 1 and (interval_s is None or interval_s < 1):
         return Measured(len(saved), n_bytes=n_bytes)
     save_s = median(save.last_s - save.first_s for save in saved)

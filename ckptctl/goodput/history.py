@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptctlError, OptionError, OwnFileUnreadable, UsageError
 from ckptctl.formats.own.ledger import (
@@ -23,8 +23,8 @@ from ckptctl.formats.own.ledger import (
     SavingLine,
     StartedLine,
 )
-from ckptctl.formats.own.supervision import AttemptDocument, SupervisorDocument
-from ckptctl.formatting import counted, duration, percent, seconds_of
+from ckptctl.formats.own.supervision import Attempt, Decision, SupervisorDocument
+from ckptctl.formatting import counted, duration, percent, rfc3339, seconds_of
 from ckptctl.goodput.timeline import AttemptRecord, Goodput, PastAttempt, attempts_of, goodput_of
 from ckptctl.model import ExitCode, Message, NextCommand
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
@@ -152,56 +152,38 @@ _MOST_S = 1e10
 _MOST_TEXT = 200
 
 
-class _Ledger(NamedTuple):
-    """The record that one ledger alone gives, and the attempt of `run` that it names."""
-
-    record: AttemptRecord
-    supervised: str
-    jumped_s: float
-
-
-_States = Sequence[SupervisorDocument]
-
-
 def read_records(
     store: Store, state: Store | None, now_s: float
 ) -> tuple[list[AttemptRecord], list[str]]:
     """The attempts of a root in order, and warnings about what could not be read.
 
     `state` is where `ckptctl run --state` kept its state, None for the root itself. Cost: three
-    listings, one read per attempt and one per state. Raises `StorageError`.
+    listings, one read per attempt and one of the state. Raises `StorageError`.
     """
     warnings: list[str] = []
-    states = [*_states(state or store, "" if state else STATE_FOLDER, warnings)]
+    kept = None
+    try:
+        kept = Revisions(state or store, "" if state else STATE_FOLDER, of_root=False).newest()
+    except OwnFileUnreadable as error:
+        warnings.append(error.message)
     ledgers = [
         ledger
         for _, lines in read_attempts(store, last=MAX_ATTEMPTS)
         if (ledger := _ledger(lines, now_s)) is not None
     ]
-    jumps = [ledger.jumped_s for ledger in ledgers if abs(ledger.jumped_s) > _JUMP_S]
+    jumps = [each.jumped_s for each in ledgers if abs(each.jumped_s) > _JUMP_S]
     if jumps:
         warnings.append(
             f"the clock jumped during {len(jumps)} of {len(ledgers)} attempts, by up to "
             f"{max(map(abs, jumps)):.0f} s; times between attempts may be wrong by that"
         )
-    return _merged(states, ledgers, now_s), warnings
-
-
-def _states(store: Store, folder: str, warnings: list[str]) -> Iterator[SupervisorDocument]:
-    """The newest state that can be read, if there is one."""
-    try:
-        state = Revisions(store, folder, of_root=False).newest()
-    except OwnFileUnreadable as error:
-        warnings.append(error.message)
-        return
-    if state is not None:
-        yield state
+    return _merged(kept, ledgers, now_s), warnings
 
 
 # One ledger
 
 
-def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
+def _ledger(lines: Sequence[LedgerLine], now_s: float) -> AttemptRecord | None:
     """The record that the lines of rank 0 give; None where none of them has a time."""
     own = [
         (at_s, line)
@@ -234,30 +216,35 @@ def _ledger(lines: Sequence[LedgerLine], now_s: float) -> _Ledger | None:
     cluster = None if started is None else started.cluster
     job = None if cluster is None else cluster.job
     nodes = None if cluster is None else cluster.node_list or cluster.node
-    record = AttemptRecord(
-        began_s=first_at - first_age,
-        ran_s=last_age,
-        ended_s=last_at,
-        running=not ended and now_s - last_at < FRESH_S,
-        done=bool(ended) and ended[-1].how != "exception" and not failed,
-        resumed=resumed is not None,
+    began_s = first_at - first_age
+    attempt = PastAttempt(
+        started_at=rfc3339(began_s),
+        seconds=last_age,
         resumed_from=None if resumed is None else resumed.step,
         startup_s=None if load_s is None else max(0.0, resumed_age - load_s),
         load_s=load_s,
-        stalled_s=max((s for _, line in own if (s := line.stalled_s) is not None), default=None),
-        points=() if resumed is None else tuple(_points(resumed_age, resumed, after)),
-        has_first_step=bool(after) and isinstance(after[0][1], ProgressLine),
+        save_s=max((s for _, line in own if (s := line.stalled_s) is not None), default=None),
         saved=max(saves, default=None),
         n_saves=len(saves),
         interval_s=(begins[-1] - resumed_age) / len(begins) if begins else None,
-        job=(job or "")[:_MOST_TEXT] or None,
-        requeued=cluster is not None and bool(cluster.requeues),
         world_size=None if started is None else started.world_size,
         allocation=(nodes or "")[:_MOST_TEXT],
         cause=next((cause[:_MOST_TEXT] for cause in causes if cause), None),
     )
-    supervised = None if started is None else started.supervised
-    return _Ledger(record, supervised or "", (last_at - first_at) - (last_age - first_age))
+    return AttemptRecord(
+        attempt=attempt,
+        began_s=began_s,
+        ended_s=last_at,
+        running=not ended and now_s - last_at < FRESH_S,
+        done=bool(ended) and ended[-1].how != "exception" and not failed,
+        resumed=resumed is not None,
+        points=() if resumed is None else tuple(_points(resumed_age, resumed, after)),
+        has_first_step=bool(after) and isinstance(after[0][1], ProgressLine),
+        job=(job or "")[:_MOST_TEXT] or None,
+        requeued=cluster is not None and bool(cluster.requeues),
+        supervised=(started.supervised if started is not None else None) or "",
+        jumped_s=(last_at - first_at) - (last_age - first_age),
+    )
 
 
 def _reached(line: LedgerLine) -> int | None:
@@ -296,105 +283,108 @@ def _moment(at: str) -> float | None:
 # Ledgers and states together
 
 
-def _merged(states: _States, ledgers: Sequence[_Ledger], now_s: float) -> list[AttemptRecord]:
+def _merged(
+    state: SupervisorDocument | None, ledgers: Sequence[AttemptRecord], now_s: float
+) -> list[AttemptRecord]:
     """Every attempt once, in order; clocks that go back do not change the order of a record."""
-    attempts = {
-        f"{state['run']}/{attempt['number']}": (state, attempt)
-        for state in states
-        for attempt in state["attempts"]
-    }
-    spans = [*_spans(attempts)]
-    of: dict[str, list[_Ledger]] = defaultdict(list)
+    attempts = () if state is None else state["attempts"]
+    held = state is not None and state["owner"] is not None
+    run = "" if state is None else state["run"]
+    numbers = {f"{run}/{attempt.number}": attempt.number for attempt in attempts}
+    spans = [*map(_span, attempts)]
+    of: dict[int | None, list[AttemptRecord]] = defaultdict(list)
     for ledger in ledgers:
-        name = ledger.supervised or _by_time(ledger.record, spans)
-        of[name if name in attempts else ""].append(ledger)
-    sequences = [[ledger.record for ledger in of[""]]]
-    for state in states:
-        sequences.append([])
-        for attempt in state["attempts"]:
-            own = [each.record for each in of[f"{state['run']}/{attempt['number']}"]]
-            sequences[-1] += _supervised(attempt, own, now_s, held=state["owner"] is not None)
+        number = numbers.get(ledger.supervised)
+        if not ledger.supervised:
+            # Without a name the time decides: the attempt during which it was begun.
+            during = (n for began_s, ended_s, n in spans if began_s <= ledger.began_s <= ended_s)
+            number = next(during, None)
+        of[number].append(ledger)
+    supervised = [
+        record
+        for attempt in attempts
+        for record in _supervised(attempt, of[attempt.number], now_s, held=held)
+    ]
     keyed: list[tuple[float, AttemptRecord]] = []
-    for sequence in sequences:
+    for sequence in (of[None], supervised):
         keyed += zip(accumulate((each.began_s for each in sequence), max), sequence, strict=True)
-    return [record for _, record in sorted(keyed, key=lambda each: each[0])]
+    return [record for _, record in sorted(keyed, key=itemgetter(0))]
 
 
-_Attempts = Mapping[str, tuple[SupervisorDocument, AttemptDocument]]
-
-
-_Span = tuple[float, float, str]
-
-
-def _spans(attempts: _Attempts) -> Iterator[_Span]:
-    """The attempts of `run` with when they began and ended; one without an end may still run."""
-    for name, (_, attempt) in attempts.items():
-        began_s = _moment(attempt["started_at"])
-        if began_s is not None:
-            ran_s = attempt["milliseconds"] / 1000
-            runs = attempt["decision"] is None and not ran_s
-            yield began_s, math.inf if runs else began_s + ran_s, name
-
-
-def _by_time(record: AttemptRecord, spans: Sequence[_Span]) -> str:
-    """The attempt during which a ledger was begun that names none; empty for none."""
-    found = (name for began_s, ended_s, name in spans if began_s <= record.began_s <= ended_s)
-    return next(found, "")
+def _span(attempt: Attempt) -> tuple[float, float, int]:
+    """When an attempt of `run` began and ended, and its number; without an end it may still run."""
+    began_s = _moment(attempt.started_at)
+    began_s = math.inf if began_s is None else began_s
+    runs = attempt.decision is None and not attempt.seconds
+    return began_s, math.inf if runs else began_s + attempt.seconds, attempt.number
 
 
 def _supervised(
-    attempt: AttemptDocument, ledgers: Sequence[AttemptRecord], now_s: float, *, held: bool
+    attempt: Attempt, ledgers: Sequence[AttemptRecord], now_s: float, *, held: bool
 ) -> Iterator[AttemptRecord]:
     """The records of one attempt of `run`: more than one where the launcher restarted the ranks."""
     last = ledgers[-1] if ledgers else None
-    start_s = _moment(attempt["started_at"])
+    start_s = _moment(attempt.started_at)
     began_s = start_s if start_s is not None else last.began_s if last else now_s
-    runs = attempt["decision"] is None and held and (last is None or last.running)
-    ran_s = attempt["milliseconds"] / 1000
+    runs = attempt.decision is None and held and (last is None or last.running)
+    ran_s = attempt.seconds
     if not ran_s and last is not None:
-        ran_s = max(0.0, last.began_s - began_s) + last.ran_s
+        ran_s = max(0.0, last.began_s - began_s) + last.attempt.seconds
     elif not ran_s and runs:
         ran_s = max(0.0, now_s - began_s)
+    done = attempt.decision is Decision.DONE
+    if attempt.decision is Decision.STOPPED:
+        done = last is not None and last.done
 
-    def stated(record: AttemptRecord) -> AttemptRecord:
-        """The record with what `run` alone knows."""
-        decision = attempt["decision"]
+    def stated(past: PastAttempt) -> PastAttempt:
+        """The attempt with what `run` alone knows."""
+        known = {name: getattr(attempt, name) for name in _STATED_BY_RUN}
         return replace(
-            record,
-            number=attempt["number"],
-            running=runs,
-            done=decision == "done" or (decision == "stopped" and last is not None and last.done),
-            exit_code=attempt["exit_code"],
-            decision=decision,
-            nodes=tuple(attempt["nodes"]),
-            ranks=tuple(attempt["ranks"]),
-            cause=attempt["cause"] or record.cause,
-            world_size=attempt["world_size"] or record.world_size,
-            allocation=attempt["allocation"] or record.allocation,
+            past,
+            **known,
+            cause=attempt.cause or past.cause,
+            world_size=attempt.world_size or past.world_size,
+            allocation=attempt.allocation or past.allocation,
         )
 
     if last is None:
-        record = AttemptRecord(
-            began_s=began_s,
-            ran_s=ran_s,
-            ended_s=began_s + ran_s,
-            saved=attempt["step"],
-            allocation=attempt["host"],
+        past = PastAttempt(
+            started_at=attempt.started_at,
+            seconds=ran_s,
+            saved=attempt.step,
+            allocation=attempt.host,
         )
-        yield stated(record)
+        yield AttemptRecord(
+            attempt=stated(past),
+            began_s=began_s,
+            ended_s=began_s + ran_s,
+            running=runs,
+            done=done,
+        )
         return
     for place, record in enumerate(ledgers):
-        head_s = max(0.0, record.began_s - began_s)
+        past, head_s = record.attempt, max(0.0, record.began_s - began_s)
         if place == 0 and head_s <= ran_s:
             # The launcher began before the processes: what it took is part of their startup.
-            startup_s = None if record.startup_s is None else record.startup_s + head_s
-            own_s = head_s + record.ran_s
-            record = replace(record, began_s=began_s, ran_s=own_s, startup_s=startup_s)
-            head_s = 0.0
+            startup_s = None if past.startup_s is None else past.startup_s + head_s
+            past = replace(past, seconds=head_s + past.seconds, startup_s=startup_s)
+            record, head_s = replace(record, began_s=began_s, attempt=past), 0.0
         if place < len(ledgers) - 1:
             yield replace(record, running=False, done=False)
             continue
-        whole_s = ran_s - head_s if attempt["milliseconds"] else record.ran_s
-        more_s = max(0.0, whole_s - record.ran_s)
-        ran = replace(record, ran_s=max(0.0, whole_s), ended_s=record.ended_s + more_s)
-        yield stated(ran)
+        whole_s = ran_s - head_s if attempt.seconds else past.seconds
+        more_s = max(0.0, whole_s - past.seconds)
+        yield replace(
+            record,
+            attempt=stated(replace(past, seconds=max(0.0, whole_s))),
+            ended_s=record.ended_s + more_s,
+            running=runs,
+            done=done,
+        )
+
+
+_STATED_BY_RUN = (
+    *("inspected", "progress", "free", "left", "decision", "reason"),
+    *("exit_code", "section", "ranks", "nodes", "host"),
+)
+"""The fields of an attempt that no ledger holds."""

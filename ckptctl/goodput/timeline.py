@@ -12,17 +12,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from ckptctl.formats.own.supervision import Attempt, Decision
 from ckptctl.formatting import DAY_S, rfc3339
 from ckptctl.model import Fraction, NonNegative, Positive, Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFacts:
-    """What was recorded of an attempt, whatever became of its time. Times in seconds."""
+class PastAttempt(Attempt):
+    """One attempt of a run: how it ended, and how its time was spent. Times in seconds."""
 
+    root: str = ""
+    """The root that it saved to."""
+    number: Positive = 1
+    """Its place in the record, counted from 1."""
+    ended_at: Time | None = None
+    """When it ended, or its last record where its end was not recorded; null while it runs."""
+    step: int | None = None
+    """The newest step that it recorded."""
     resumed_from: int | None = None
     """The step that it loaded; null for a fresh run, and where it did not resume."""
     saved: int | None = None
@@ -31,90 +40,58 @@ class AttemptFacts:
     """How many steps it saved."""
     interval_s: NonNegative | None = None
     """Mean time from the resume, and then from save to save; null without a save."""
-    world_size: int | None = None
-    """Its ranks."""
-    allocation: str = ""
-    """The nodes that it ran on, in the scheduler's short form; may be empty."""
-    exit_code: int | None = None
-    """The exit code of the job; null where no `ckptctl run` recorded it."""
-    cause: str | None = None
-    """The class of failure, `hang`, or the error that its ledger recorded; null where unknown."""
-    decision: str | None = None
-    """What `ckptctl run` did next; null without one."""
-    nodes: tuple[str, ...] = ()
-    """The nodes at fault, as far as the evidence decides."""
-    ranks: tuple[int, ...] = ()
-    """The ranks at fault, as far as the evidence decides."""
+    kept: int | None = None
+    """The newest step of its training that is kept."""
+    failed: bool = False
+    """It ended, not as planned and not by a signal to `ckptctl run`."""
+    restart_s: NonNegative | None = None
+    """T1: from the end of the attempt before to its start; null for the first."""
+    idle_s: NonNegative = 0.0
+    """Time before it that no failure caused: the run was done."""
+    startup_s: NonNegative | None = None
+    """T2: from its start to the call of `resume`: processes, imports, connecting the ranks; all
+    of an attempt that did not resume."""
+    load_s: NonNegative | None = None
+    """T3: choosing, loading and restoring the step."""
+    first_step_s: NonNegative | None = None
+    """T4: what its first step took longer than the others: compilation, warm-up."""
+    productive_s: NonNegative | None = None
+    """Training that is kept."""
+    save_s: NonNegative | None = None
+    """Time that training waited for saves."""
+    lost_s: NonNegative | None = None
+    """T0: training after the step that a later attempt resumed from, and until its end."""
+    other_s: NonNegative | None = None
+    """The rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRecord(AttemptFacts):
-    """What is recorded of one attempt. Times of day are seconds since 1970, others durations.
+class AttemptRecord:
+    """What is recorded of one attempt. Times of day are seconds since 1970.
 
-    `began_s` and `ended_s` are by the clocks of the hosts, which may jump; `ran_s` is not.
-    `startup_s` is from the start to the call of `resume`, None where it was not recorded.
+    `attempt` holds the durations as they were recorded; its time is not divided yet. `began_s`
+    and `ended_s` are by the clocks of the hosts, which may jump; `attempt.seconds` is not.
     `points` are steps with the training time since the start of the attempt at which each was
     reached, stalls of saves left out; the first is the resume.
     """
 
+    attempt: PastAttempt
     began_s: float
-    ran_s: float
     ended_s: float
     running: bool = False
     done: bool = False
     """It ended as planned."""
     resumed: bool = False
     """It has a ledger, so it loaded a step or began a fresh run."""
-    startup_s: float | None = None
-    load_s: float | None = None
-    stalled_s: float | None = None
     points: tuple[tuple[float, int], ...] = ()
     has_first_step: bool = False
     """The second point is the first report of training, not a save."""
     job: str | None = None
     requeued: bool = False
-    number: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PastAttempt(AttemptFacts):
-    """One attempt of a run: how it ended, and how its time was spent. Times in seconds."""
-
-    root: str
-    """The root that it saved to."""
-    number: Positive
-    """Its place in the record, counted from 1."""
-    started_at: Time
-    """When it was started."""
-    ended_at: Time | None
-    """When it ended, or its last record where its end was not recorded; null while it runs."""
-    seconds: NonNegative
-    """How long it ran."""
-    step: int | None
-    """The newest step that it recorded."""
-    kept: int | None
-    """The newest step of its training that is kept."""
-    failed: bool
-    """It ended, not as planned and not by a signal to `ckptctl run`."""
-    restart_s: NonNegative | None
-    """T1: from the end of the attempt before to its start; null for the first."""
-    idle_s: NonNegative
-    """Time before it that no failure caused: the run was done."""
-    startup_s: NonNegative | None
-    """T2: from its start to the call of `resume`: processes, imports, connecting the ranks; all
-    of an attempt that did not resume."""
-    load_s: NonNegative | None
-    """T3: choosing, loading and restoring the step."""
-    first_step_s: NonNegative | None
-    """T4: what its first step took longer than the others: compilation, warm-up."""
-    productive_s: NonNegative | None
-    """Training that is kept."""
-    save_s: NonNegative | None
-    """Time that training waited for saves."""
-    lost_s: NonNegative | None
-    """T0: training after the step that a later attempt resumed from, and until its end."""
-    other_s: NonNegative | None
-    """The rest."""
+    supervised: str = ""
+    """The attempt of `ckptctl run` that its ledger names; empty without one."""
+    jumped_s: float = 0.0
+    """By how much the clock of its host jumped meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +174,7 @@ def attempts_of(root: str, records: Sequence[AttemptRecord]) -> tuple[PastAttemp
     `records` are in the order of the attempts. An attempt that another took over while it ran
     counts until the other began.
     """
-    bounds = [each.resumed_from or 0 if each.resumed else None for each in records]
+    bounds = [each.attempt.resumed_from or 0 if each.resumed else None for each in records]
     later = [*accumulate(reversed(bounds), _lower)][::-1]
     kept = [*later[1:], None]
     has_ledger = any(each.resumed for each in records)
@@ -205,22 +182,23 @@ def attempts_of(root: str, records: Sequence[AttemptRecord]) -> tuple[PastAttemp
     for place, record in enumerate(records):
         before = records[place - 1] if place else None
         after = records[place + 1] if place + 1 < len(records) else None
-        ran_s = record.ran_s
+        ran_s = record.attempt.seconds
         if after is not None and record.began_s < after.began_s < record.ended_s:
             ran_s = min(ran_s, after.began_s - record.began_s)
         gap_s = 0.0 if before is None else max(0.0, record.began_s - before.ended_s)
         planned = before is not None and before.done and not _continues(before, record)
-        found.append(
-            _divided(
-                root,
-                place + 1,
-                replace(record, ran_s=ran_s),
-                None if before is None or planned else gap_s,
-                gap_s if planned else 0.0,
-                kept[place],
-                known=has_ledger,
-            )
+        attempt = replace(
+            record.attempt,
+            root=root,
+            number=place + 1,
+            started_at=rfc3339(record.began_s),
+            ended_at=None if record.running else rfc3339(record.ended_s),
+            seconds=ran_s,
+            restart_s=None if before is None or planned else gap_s,
+            idle_s=gap_s if planned else 0.0,
         )
+        divided = _divided(replace(record, attempt=attempt), kept[place], known=has_ledger)
+        found.append(divided)
     return tuple(found)
 
 
@@ -230,21 +208,13 @@ def _lower(one: int | None, other: int | None) -> int | None:
 
 def _continues(before: AttemptRecord, record: AttemptRecord) -> bool:
     """Whether a job that closed its record was requeued: then it had not ended as planned."""
-    return before.decision is None and record.requeued and record.job == before.job
+    return before.attempt.decision is None and record.requeued and record.job == before.job
 
 
-def _divided(
-    root: str,
-    number: int,
-    record: AttemptRecord,
-    gap_s: float | None,
-    idle_s: float,
-    kept_until: int | None,
-    *,
-    known: bool,
-) -> PastAttempt:
+def _divided(record: AttemptRecord, kept_until: int | None, *, known: bool) -> PastAttempt:
     """One attempt with its time divided; `known` where the job keeps ledgers at all."""
-    left_s = record.ran_s
+    attempt = record.attempt
+    left_s = attempt.seconds
 
     def taken(seconds: float | None) -> float | None:
         """So much of the time that is left, so that the parts never exceed the whole."""
@@ -255,17 +225,17 @@ def _divided(
         left_s -= part_s
         return part_s
 
-    startup_s = taken(record.startup_s)
-    load_s = taken(record.load_s)
+    startup_s = taken(attempt.startup_s)
+    load_s = taken(attempt.load_s)
     last = record.points[-1][1] if record.points else None
     ended = not (record.running or record.done)
     until = kept_until
     if until is None and ended:
-        until = record.saved if record.saved is not None else record.resumed_from or 0
+        until = attempt.saved if attempt.saved is not None else attempt.resumed_from or 0
     first_step_s = productive_s = save_s = lost_s = other_s = None
     if record.resumed:
         first_step_s = taken(_first_step(record))
-        save_s = taken(record.stalled_s)
+        save_s = taken(attempt.save_s)
         if record.points:
             kept_s = _trained(record.points, until)
             productive_s = taken(max(0.0, kept_s - (first_step_s or 0.0)))
@@ -274,18 +244,11 @@ def _divided(
             lost_s, other_s = (rest_s, 0.0) if is_lost else (0.0, rest_s)
     elif known:
         startup_s = left_s
-    return PastAttempt(
-        **{each.name: getattr(record, each.name) for each in fields(AttemptFacts)},
-        root=root,
-        number=number,
-        started_at=rfc3339(record.began_s),
-        ended_at=None if record.running else rfc3339(record.ended_s),
-        seconds=record.ran_s,
-        step=last if last is not None else record.saved,
+    return replace(
+        attempt,
+        step=last if last is not None else attempt.saved,
         kept=last if until is None or last is None else min(last, until),
-        failed=ended and record.decision != "stopped",
-        restart_s=gap_s,
-        idle_s=idle_s,
+        failed=ended and attempt.decision is not Decision.STOPPED,
         startup_s=startup_s,
         load_s=load_s,
         first_step_s=first_step_s,

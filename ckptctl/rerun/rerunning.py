@@ -324,7 +324,7 @@ def _wait(plan: _Plan, job: DrillJob) -> int | None:
     while not job.is_over() and reached <= plan.last:
         reached = job.await_(f"step after {reached}", further)
     attempts = job.attempts()
-    return attempts[-1]["exit_code"] if job.is_over() and attempts else None
+    return attempts[-1].exit_code if job.is_over() and attempts else None
 
 
 def _logged(plan: _Plan, job: DrillJob) -> Record:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.formats.own.files import as_fields
 from ckptctl.formats.own.run_events import (
     BackEvent,
     BeganEvent,
@@ -38,7 +38,7 @@ from ckptctl.runbook.document import (
     Value,
     used_names,
 )
-from ckptctl.runbook.executing import Ended, as_typed, execute
+from ckptctl.runbook.executing import CommandResult, as_typed, execute
 from ckptctl.runbook.record import Position, RunRecord, position_of
 from ckptctl.selection.marking import user_name
 from ckptctl.selection.roots import list_root
@@ -54,9 +54,6 @@ MAX_BLOCKS = 200
 EXIT_DO_NOT_RESTART = 93
 EXIT_OVERRIDDEN = 35
 """A run that reached its end with a decision against what a check found."""
-
-_STEP_HOLDS = (0, 31, 32, EXIT_OVERRIDDEN)
-"""Exit codes of a run after which the chosen step remains verified."""
 
 
 class NoTerminal(UsageError, code="runbook.nobody-to-ask"):
@@ -107,8 +104,8 @@ class Talk(Protocol):
     def printed(self, text: str) -> None:
         """The command printed a line, on standard output or standard error."""
 
-    def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
-        """A block ended or was not run (`ended` is None); `outcome` follows."""
+    def ended(self, block: Block, outcome: Outcome, exit_code: int | None) -> None:
+        """A block ended or was not run (`exit_code` is None); `outcome` follows."""
 
     def decided(self, block: Block, decision: Input) -> str | None:
         """The person's decision for a block that needs one; empty for no, None to leave the run.
@@ -131,56 +128,13 @@ class Talk(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """How a run ended: with this exit code, or unfinished if `over` is not set.
-
-    `step` is the chosen step, unless the run ended with a code outside `_STEP_HOLDS`.
-    `leads` is the runbook to run next, `missing` are the inputs that the last block needed,
-    and `undecided` means that it stopped at a person's decision, which `decision` names, or
-    consent. `advice` is the next command of the command with which the run stopped.
-    """
-
-    exit_code: int
-    over: bool
-    because: str
-    state: str
-    step: str | None
-    variables: Mapping[str, Value]
-    leads: str = ""
-    missing: tuple[str, ...] = ()
-    undecided: bool = False
-    decision: str | None = None
-    advice: str | None = None
-
-
-def left_by_operator(position: Position, *, attended: bool) -> Left:
-    """The result of a run that its operator leaves unfinished."""
-    return Left(
-        EXIT_DO_NOT_RESTART,
-        False,
-        "left by the operator",
-        position.state,
-        position.step(attended=attended),
-        position.variables,
-    )
-
-
-def proceed(
-    book: Runbook, record: RunRecord, talk: Talk, handed_on: Mapping[str, str], *, n_found: int = 0
-) -> Left:
-    """Run the blocks from the current position until the run ends or is left.
+class Engine:
+    """A run in progress: each event is recorded first, and then moves the position.
 
     `handed_on` are unrecorded variables for the commands (addresses and credentials of a
-    storage); the first `n_found` events were found under the root. Every block is recorded
-    before and after it runs. Raises `NoTerminal`, `TakenOver`, `RunUnreadable`, and
-    storage errors of the record.
+    storage); the first `n_found` events were found under the root. Raises `RunUnreadable` where
+    they are not those of the page.
     """
-    return _Engine(book, record, talk, handed_on, n_found).run()
-
-
-class _Engine:
-    """A run in progress: each event is recorded first, and then moves the position."""
 
     def __init__(
         self,
@@ -188,7 +142,7 @@ class _Engine:
         record: RunRecord,
         talk: Talk,
         handed_on: Mapping[str, str],
-        n_found: int,
+        n_found: int = 0,
     ) -> None:
         self.book = book
         self.record = record
@@ -197,7 +151,6 @@ class _Engine:
         self.n_found = n_found
         self._seen_roots = SeenRoots()
         self._declined: set[str] = set()
-        self._advice: str | None = None
         self.position = position_of(book, record.events, n_found, attended=talk.attended)
 
     def _check_root(self) -> None:
@@ -208,7 +161,12 @@ class _Engine:
         """
         self._seen_roots.check(self.record.store, list_root(self.record.store))
 
-    def run(self) -> Left:
+    def run(self) -> Position:
+        """Run the blocks until the run ends or its operator leaves it; the position then.
+
+        Every block is recorded before and after it runs. Raises `NoTerminal`, `TakenOver`, and
+        storage errors of the record.
+        """
         position, talk = self.position, self.talk
         self._check_root()
         if self.n_found:
@@ -217,27 +175,14 @@ class _Engine:
         shown_state = ""
         for _ in range(MAX_BLOCKS):
             if position.over is not None:
-                holds = position.over in _STEP_HOLDS
-                return Left(
-                    position.over,
-                    True,
-                    position.because,
-                    position.state,
-                    position.step(attended=talk.attended) if holds else None,
-                    position.variables,
-                    position.leads,
-                    position.missing,
-                    position.undecided,
-                    position.block.decides,
-                    self._advice,
-                )
+                return position
             if self._went_back():
                 continue
             if shown_state != position.state:
                 shown_state = position.state
                 talk.entering(self.book.state(position.state))
             if not self._take_block():
-                return left_by_operator(position, attended=talk.attended)
+                return position
         raise CkptctlError(
             f"the runbook {self.book.name} ran {MAX_BLOCKS} blocks without reaching an end, so its "
             "tables form a loop"
@@ -344,16 +289,26 @@ class _Engine:
                 f"the runbook {self.book.name} does not define what follows when {block.name!r} "
                 f"{f'ends with {ended.exit_code}' if ended else f'is {reason}'}"
             )
-        talk.ended(block, outcome, ended)
-        self._add(_end_of(position, reason, outcome, ended))
+        talk.ended(block, outcome, None if ended is None else ended.exit_code)
+        result: Mapping[str, Any] = {} if ended is None else as_fields(ended)
+        self._add(
+            EndedEvent(
+                state=position.state,
+                block=block.name,
+                then=outcome.then,
+                because=outcome.because,
+                not_run=reason,
+                **result,
+            )
+        )
         if outcome.then in (DONE, STOP):
             position.leads = outcome.leads
-            self._advice = _advice_of(ended)
+            position.advice = _advice_of(ended)
             exit_code, because = self._end(outcome, ended)
             self._add(FinishedEvent(exit_code=exit_code, because=because))
         return True
 
-    def _end(self, outcome: Outcome, ended: Ended | None) -> tuple[int, str]:
+    def _end(self, outcome: Outcome, ended: CommandResult | None) -> tuple[int, str]:
         """The exit code of the run and why it ended, with what a person accepted."""
         because = outcome.because
         if self.position.overridden:
@@ -422,29 +377,7 @@ def _assumed(block: Block, reason: str) -> Outcome | None:
     return block.outcomes[0] if block.attended or block.decides else block.on("not run")
 
 
-def _end_of(
-    position: Position, reason: str | None, outcome: Outcome, ended: Ended | None
-) -> EndedEvent:
-    event = EndedEvent(
-        state=position.state,
-        block=position.block.name,
-        then=outcome.then,
-        because=outcome.because,
-        not_run=reason,
-    )
-    if ended is None:
-        return event
-    return replace(
-        event,
-        exit_code=ended.exit_code,
-        printed=ended.printed,
-        lines=ended.lines,
-        duration_s=round(ended.duration_s, 3),
-        report=ended.report,
-    )
-
-
-def _advice_of(ended: Ended | None) -> str | None:
+def _advice_of(ended: CommandResult | None) -> str | None:
     """The next command of a command that failed; None if it has none."""
     report = None if ended is None or not ended.exit_code else ended.report
     if ended is None or report is None or report.get("exit_code") != ended.exit_code:
@@ -453,7 +386,7 @@ def _advice_of(ended: Ended | None) -> str | None:
     return advice if isinstance(advice, str) and "runbook" not in advice else None
 
 
-def _exit_code(outcome: Outcome, ended: Ended | None) -> int:
+def _exit_code(outcome: Outcome, ended: CommandResult | None) -> int:
     """The exit code that a stop states, else that of the command."""
     if outcome.code is not None:
         return outcome.code

@@ -76,7 +76,7 @@ _OF_THE_RUNBOOK = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CommandResult:
     """The result of a command; `printed` are the non-empty lines of standard output.
 
     `lines` are the last lines of both streams, in order of arrival. `report` is the
@@ -134,7 +134,7 @@ def execute(
     handed_on: Mapping[str, str],
     on_line: OnLine,
     on_silence: OnSilence = lambda _: None,
-) -> Ended:
+) -> CommandResult:
     """Run `code` with these shell variables, and wait until it ends.
 
     A text becomes an environment variable, a list an array of the shell. The environment of
@@ -165,11 +165,11 @@ def execute(
         words = ("bash", "-c", f"{_prelude()}{_arrays(lists, items)}{code}", "bash")
         heard = _Heard(on_line, on_silence)
         exit_code = _run(words, environment, heard)
-        return Ended(
+        return CommandResult(
             exit_code if exit_code >= 0 else 128 - exit_code,
             _newest(heard.printed),
             _newest(heard.kept),
-            time.monotonic() - started,
+            round(time.monotonic() - started, 3),
             _document(held, _REPORT),
         )
 

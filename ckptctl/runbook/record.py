@@ -219,6 +219,8 @@ class Position:
     `after_change` is the position after the last block that may change something, with
     `times` as it was there: an existing record is relied on up to that position. `repeats`
     is the state and name of the first block whose recorded end is never relied on.
+    `over` is the exit code of a run that has ended, and `because` why it did. `leads` is the
+    runbook to run next, `advice` the next command of the command with which the run stopped.
     `given_by` names who gave each input. `overridden` is what a person accepted against what a
     check found, by block.
     `since_change` are the blocks that ended after `after_change`, with their states, and
@@ -234,6 +236,7 @@ class Position:
     begun: set[str] = field(default_factory=set)
     over: int | None = None
     because: str = ""
+    advice: str | None = None
     after_change: tuple[str, int, dict[str, int]] = ("", 0, {})
     leads: str = ""
     repeats: tuple[str, str] | None = None

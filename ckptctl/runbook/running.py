@@ -19,16 +19,23 @@ from ckptctl.options import StorageOptions
 from ckptctl.redaction import hide_words, words_of
 from ckptctl.runbook.document import Runbook, Value, shown
 from ckptctl.runbook.engine import (
+    EXIT_DO_NOT_RESTART,
     EXIT_OVERRIDDEN,
-    Left,
+    Engine,
     NoTerminal,
     Talk,
-    left_by_operator,
-    proceed,
     who,
 )
 from ckptctl.runbook.executing import dropped_variables
-from ckptctl.runbook.record import RunRecord, Unwritten, begun, is_argument, newest, position_of
+from ckptctl.runbook.record import (
+    Position,
+    RunRecord,
+    Unwritten,
+    begun,
+    is_argument,
+    newest,
+    position_of,
+)
 from ckptctl.runbook.transcript import TRANSCRIPT, transcript
 from ckptctl.selection.empty_roots import check_empty, is_step_itself
 from ckptctl.selection.history import has_sentinel
@@ -98,18 +105,19 @@ def run_runbook(
         if how == "dry":
             unwritten = Unwritten(store)
             _open(book, unwritten, root, given)
-            left = proceed(book, unwritten, talk, handed_on)
-            return _ran(book, unwritten, left, _next(book, root, given, talk, how, left), n_found=0)
+            position = Engine(book, unwritten, talk, handed_on).run()
+            again = _next(book, root, given, talk, how, position)
+            return _ran(unwritten, position, talk, again, n_found=0)
         found, record = _record(book, store, how, talk, given)
         if record is None:
             position = position_of(book, found.events, len(found.events))
-            left = left_by_operator(position, attended=talk.attended)
-            again = _next(book, root, given, talk, how, left)
-            return _ran(book, found, left, again, n_found=len(found.events))
+            position.over = None
+            again = _next(book, root, given, talk, how, position)
+            return _ran(found, position, talk, again, n_found=len(found.events))
         n_found = len(record.events)
         try:
             _open(book, record, root, given)
-            left = proceed(book, record, talk, handed_on, n_found=n_found)
+            position = Engine(book, record, talk, handed_on, n_found).run()
             text = transcript(record.events).encode("utf-8", "backslashreplace")
             store.put(f"{record.folder}/{TRANSCRIPT}", text, replace=True)
         except AccessDenied as error:
@@ -119,8 +127,8 @@ def run_runbook(
                 "none",
                 next_command=f"{again} --dry-run",
             ) from error
-        again = _next(book, root, given, talk, how, left)
-        return _ran(book, record, left, again, n_found=n_found)
+        again = _next(book, root, given, talk, how, position)
+        return _ran(record, position, talk, again, n_found=n_found)
 
 
 def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) -> dict[str, Value]:
@@ -320,33 +328,44 @@ def _words(called: str, root: str, inputs: Mapping[str, Value]) -> list[str]:
     return words
 
 
+_STEP_HOLDS = (0, 31, 32, EXIT_OVERRIDDEN, None)
+"""Exit codes of a run after which the chosen step remains verified; None where it is unfinished."""
+
+
 def _next(
-    book: Runbook, root: str, given: Mapping[str, Value], talk: Talk, how: How, left: Left
+    book: Runbook,
+    root: str,
+    given: Mapping[str, Value],
+    talk: Talk,
+    how: How,
+    position: Position,
 ) -> str | None:
     """The next command after a run that ended so; never the command that just ran."""
-    if left.over and left.exit_code in (0, EXIT_OVERRIDDEN):
+    over = position.over
+    if over in (0, EXIT_OVERRIDDEN):
         return None
-    if left.leads:
-        roots = {name: left.variables[name] for name in _ROOTS if name in left.variables}
-        return command_line(*_words(left.leads, root, roots))
-    if left.over and left.advice is not None and left.exit_code not in _OF_A_LOG:
-        return left.advice
-    if left.over and left.exit_code == UsageError.exit_code:
+    if position.leads:
+        roots = {name: position.variables[name] for name in _ROOTS if name in position.variables}
+        return command_line(*_words(position.leads, root, roots))
+    if position.advice is not None and over not in _OF_A_LOG:
+        return position.advice
+    if over == UsageError.exit_code:
         return command_line("runbook", "show", book.name)
-    if left.over and left.exit_code == EXIT_NONE_USABLE and not (left.undecided or left.missing):
+    undecided = over is not None and position.undecided
+    # The operator fills in what is missing, such as a log.
+    missing = {name: name.rpartition("_")[2] for name in position.missing if over is not None}
+    if over == EXIT_NONE_USABLE and not (undecided or missing):
         # No command makes a step usable: a person looks for one elsewhere.
         return command_line("explain", EXIT_NONE_USABLE)
-    # The operator fills in what is missing, such as a log.
-    missing = {name: name.rpartition("_")[2] for name in left.missing}
-    if left.over and left.decision is not None:
-        given = {name: value for name, value in given.items() if name != left.decision}
+    if over is not None:
+        given = {name: value for name, value in given.items() if name != position.block.decides}
     # Consent to a change is not a decision: without --yes a person is asked.
-    dropped = {"--dry-run", *(["--yes"] if left.undecided else [])}
+    dropped = {"--dry-run", *(["--yes"] if undecided else [])}
     repeated = [word for word in talk.repeated if word not in dropped]
     if how == "dry":
         # There is no record, so the inputs must be given again.
         return command_line(*_words(book.name, root, given), *repeated)
-    if how == "continue" and left.over and not missing and repeated == list(talk.repeated):
+    if how == "continue" and over is not None and not missing and repeated == list(talk.repeated):
         return None
     # With --yes nothing is taken from the record, so it must be given again.
     if "--yes" not in repeated:
@@ -354,17 +373,19 @@ def _next(
     return command_line(*_words(book.name, root, {**given, **missing}), *repeated, "--continue")
 
 
-def _ran(book: Runbook, record: RunRecord, left: Left, again: str | None, *, n_found: int) -> Ran:
-    dry = isinstance(record, Unwritten)
+def _ran(
+    record: RunRecord, position: Position, talk: Talk, again: str | None, *, n_found: int
+) -> Ran:
+    over = position.over
     return Ran(
-        book.name,
+        position.book.name,
         record.name,
-        None if dry else record.url,
-        left.exit_code,
-        left.over,
-        left.because,
-        left.state,
-        left.step,
+        None if isinstance(record, Unwritten) else record.url,
+        EXIT_DO_NOT_RESTART if over is None else over,
+        over is not None,
+        "left by the operator" if over is None else position.because,
+        position.state,
+        position.step(attended=talk.attended) if over in _STEP_HOLDS else None,
         n_found > 0,
         tuple(record.events),
         again,

@@ -1,7 +1,7 @@
-"""Run one attempt of a job, classify its end by what it added to its logs, and record it.
+"""Run one attempt of a job, and classify its end by what it added to its logs.
 
 Only what the attempt added is read: a log that all attempts share holds the failures of
-earlier ones too. `classify` finds the cause; `job` decides what follows.
+earlier ones too. `classify` finds the cause; `policy` decides what follows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from functools import partial
 from itertools import chain
 from typing import BinaryIO, TypeVar
 
-from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import StorageError
 from ckptctl.failures.classifying import classify
-from ckptctl.failures.results import CLASSES, CONFIDENCES, Classification
-from ckptctl.formats.own.files import MAX_STRING, time_now, utc_now
-from ckptctl.formats.own.supervision import AttemptDocument, CauseDocument
+from ckptctl.failures.results import Classification
+from ckptctl.formats.own.files import time_now
 from ckptctl.logs.reading import LogReader
 from ckptctl.logs.rows import Row
 from ckptctl.redaction import redacted
@@ -33,14 +31,10 @@ from ckptctl.storage.shared_places import (
     open_named,
 )
 from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
-from ckptctl.supervisor.nodes import BY_SLURM, AttemptPlan
+from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
-from ckptctl.supervisor.policy import NOT_INSPECTED, Conclusion, Ended, RootState
-from ckptctl.supervisor.results import Attempt
+from ckptctl.supervisor.policy import Ended
 from ckptctl.unexpected import Unknown, guarded
-
-MOST_NAMES = 64
-"""Ranks and nodes of one attempt that the state keeps."""
 
 
 class AttemptRunner:
@@ -90,8 +84,8 @@ class AttemptRunner:
         asked = self._signals.asked is not None and stop is None
         cause = logs.cause(code) if code else None
         n_not_finite = guarded("reading the loss in the logs", logs.n_not_finite)
-        if cause is not None and cause["failure"] == UNKNOWN:
-            self._tell(f"warning: the cause is unknown: {cause['message']}")
+        if cause is not None and cause.failure == UNKNOWN:
+            self._tell(f"warning: the cause is unknown: {cause.message}")
         n_rows = 0 if isinstance(n_not_finite, Unknown) else n_not_finite
         return Ended(code, seconds, cause, stop, asked, n_not_finite=n_rows)
 
@@ -110,82 +104,6 @@ class AttemptRunner:
             self._tell(f"warning: the log folder cannot be used ({log}); the output goes here")
             return (self._options.stdout, None), logs
         return (log.fd, log.fd), (*logs, log)
-
-
-def begun(number: int, plan: AttemptPlan) -> AttemptDocument:
-    """The record of an attempt that begins."""
-    return {
-        "number": number,
-        "started_at": utc_now(),
-        "host": cluster_context().node,
-        "milliseconds": 0,
-        "exit_code": None,
-        "step": None,
-        "inspected": False,
-        "progress": False,
-        "free": False,
-        "decision": None,
-        "reason": "",
-        "cause": None,
-        "section": None,
-        "ranks": [],
-        "nodes": [],
-        "allocation": plan.allocation[:MAX_STRING],
-        "world_size": plan.world_size,
-    }
-
-
-def closed(
-    attempt: AttemptDocument,
-    ended: Ended,
-    seen: RootState,
-    conclusion: Conclusion,
-    *,
-    progress: bool,
-) -> AttemptDocument:
-    """The record of an attempt that has ended."""
-    attempt = {
-        **attempt,
-        "milliseconds": int(1000 * ended.seconds),
-        "exit_code": ended.code,
-        "step": seen.step,
-        "inspected": seen.code not in NOT_INSPECTED,
-        "progress": progress,
-        "free": conclusion.free,
-        "decision": conclusion.decision.value,
-        "reason": conclusion.reason[:MAX_STRING],
-    }
-    if ended.hung is not None:
-        attempt["cause"] = "hang"
-        attempt["section"] = ended.hung.section
-        attempt["ranks"] = [*ended.hung.ranks[:MOST_NAMES]]
-        attempt["nodes"] = [*ended.hung.nodes[:MOST_NAMES]]
-    elif ended.cause is not None:
-        attempt["cause"] = ended.cause["failure"]
-        attempt["ranks"] = [] if ended.cause["rank"] is None else [ended.cause["rank"]]
-        attempt["nodes"] = [*ended.cause["nodes"]]
-    return attempt
-
-
-def reported(attempt: AttemptDocument, conclusion: Conclusion, left: int) -> Attempt:
-    """The attempt as `run` reports it; `left` are the restarts that are left."""
-    return Attempt(
-        number=attempt["number"],
-        started_at=attempt["started_at"],
-        seconds=attempt["milliseconds"] / 1000,
-        exit_code=attempt["exit_code"] or 0,
-        step=attempt["step"],
-        inspected=attempt["inspected"],
-        progress=attempt["progress"],
-        left=left,
-        decision=conclusion.decision,
-        reason=conclusion.reason,
-        cause=attempt["cause"],
-        section=attempt["section"],
-        ranks=tuple(attempt["ranks"]),
-        nodes=tuple(attempt["nodes"]),
-        world_size=attempt["world_size"],
-    )
 
 
 # Logs
@@ -211,7 +129,7 @@ class Logs:
         self._sizes = {log: log.size() for log in logs}
         self._tell = tell
 
-    def cause(self, exit_code: int) -> CauseDocument | None:
+    def cause(self, exit_code: int) -> Classification | None:
         """Why the attempt with this exit code failed; None if its logs do not show it.
 
         Nothing that prevents reading them may prevent a restart: it is an unknown cause, whose
@@ -219,22 +137,11 @@ class Logs:
         """
         found = guarded("reading the logs of the attempt", partial(self._classified, exit_code))
         if isinstance(found, Unknown):
-            return _cause_of_class(UNKNOWN, found.message)
-        if found is None:
-            return None
-        if found.failure == UNKNOWN:
-            unread = "; ".join(found.unread[:3])
-            return _cause_of_class(UNKNOWN, unread) if unread else None
-        return {
-            "failure": found.failure,
-            "domain": found.domain.value,
-            "restart": found.restart.value,
-            "confidence": found.confidence,
-            "rule": found.evidence[0].rule if found.evidence else "",
-            "message": found.message[:MAX_STRING],
-            "rank": found.rank,
-            "nodes": [*found.nodes[:MOST_NAMES]],
-        }
+            return Classification.stated(UNKNOWN, found.message)
+        if found is None or found.failure != UNKNOWN:
+            return found
+        unread = "; ".join(found.unread[:3])
+        return Classification.stated(UNKNOWN, unread) if unread else None
 
     def n_not_finite(self) -> int:
         """How many of the last reported losses are NaN or infinite, in a row and in each log."""
@@ -284,27 +191,6 @@ def _n_not_finite(name: str, data: bytes) -> int:
         if isinstance(row, Row) and row.loss is not None:
             n = 0 if math.isfinite(row.loss.value) else n + 1
     return n
-
-
-def cause_by_slurm(failure: str, message: str, nodes: Sequence[str] = ()) -> CauseDocument:
-    """The cause of an end that the controller of Slurm states."""
-    cause = _cause_of_class(failure, message)
-    return {**cause, "confidence": "high", "rule": BY_SLURM, "nodes": [*nodes[:MOST_NAMES]]}
-
-
-def _cause_of_class(failure: str, message: str) -> CauseDocument:
-    """The cause of a class of failure with low confidence, which no rule has found."""
-    about = CLASSES[failure]
-    return {
-        "failure": about.name,
-        "domain": about.domain.value,
-        "restart": about.restart.value,
-        "confidence": CONFIDENCES[0],
-        "rule": "",
-        "message": message[:MAX_STRING],
-        "rank": None,
-        "nodes": [],
-    }
 
 
 def _added_to(file: BinaryIO, start: int, most: int) -> bytes:

@@ -413,7 +413,7 @@ def _hang(section: Section, message: str, evidence: HangEvidence, missing: Colle
     return Hang(
         f"{message}; {named.why}{_place_of(evidence)}{_set_aside(evidence)}",
         section,
-        named.ranks,
+        tuple(named.ranks),
         tuple(sorted(nodes)),
         tuple(sorted(nodes)) if named.hardware else (),
         evidence.files,
@@ -493,24 +493,16 @@ _OF_STORAGE = re.compile(r"nfs|rpc_|fuse|lustre|ptlrpc|cl_sync|ll_|ceph|gpfs|cif
 
 
 class Named(NamedTuple):
-    """The ranks at fault, none where the evidence does not decide, and why."""
-
-    ranks: tuple[int, ...]
-    why: str
-    hardware: bool = False
-    """The evidence speaks against their nodes, and not against the program."""
-
-
-class _Kind(NamedTuple):
-    """The ranks that one kind of evidence sets apart.
+    """The ranks that evidence sets apart, none where it does not decide, and why.
 
     With `alone` it needs no other rank: what unseen ranks do cannot explain it.
     """
 
-    ranks: list[int]
+    ranks: Collection[int]
     why: str
     alone: bool = False
     hardware: bool = False
+    """The evidence speaks against their nodes, and not against the program."""
 
 
 def name_ranks(
@@ -532,44 +524,45 @@ def name_ranks(
     if n_all == 1 and is_all and not _in_collective(ranks[0].stack):
         (only,) = ranks
         why = f"no other rank than {only.rank} is in question{_place(only.stack)}"
-        return Named((only.rank,), "; ".join([why, *only.stuck]), _by_hardware(only))
+        return Named((only.rank,), "; ".join([why, *only.stuck]), hardware=_by_hardware(only))
     return Named((), f"the rank at fault is undecided: {_undecided(ranks, n_all, unseen)}")
 
 
-def _named(ranks: Sequence[RankEvidence], kind: _Kind) -> Named:
+def _named(ranks: Sequence[RankEvidence], kind: Named) -> Named:
+    """What a kind of evidence names, with the processes that its ranks wait for."""
     named = [evidence for evidence in ranks if evidence.rank in kind.ranks]
     stuck = [process for evidence in named for process in evidence.stuck]
     why = "; ".join([f"{ranks_listed(kind.ranks)} {kind.why}", *stuck])
     hardware = kind.hardware and all(_by_hardware(evidence) for evidence in named)
-    return Named(tuple(sorted(kind.ranks)), why, hardware)
+    return Named(tuple(sorted(kind.ranks)), why, kind.alone, hardware)
 
 
 def _kinds(
     ranks: Sequence[RankEvidence], dumps: Sequence[Dump], missing: Collection[int]
-) -> Iterator[_Kind]:
+) -> Iterator[Named]:
     """The ranks that each kind of evidence sets apart, the most conclusive kind first."""
-    yield _Kind([rank.rank for rank in ranks if not rank.alive], "ended, and others wait", True)
-    yield _Kind([rank.rank for rank in ranks if rank.state == "T"], STUCK["T"], True)
-    yield _Kind([*missing], "has not reported at all")
+    yield Named([rank.rank for rank in ranks if not rank.alive], "ended, and others wait", True)
+    yield Named([rank.rank for rank in ranks if rank.state == "T"], STUCK["T"], True)
+    yield Named(missing, "has not reported at all")
     in_kernel = [rank.rank for rank in ranks if rank.state == "D"]
-    yield _Kind(in_kernel, STUCK["D"], hardware=True)
+    yield Named(in_kernel, STUCK["D"], hardware=True)
     if len(dumps) > 1:
         stall = compare_dumps(dumps)
         if not stall.without_dump:
-            yield _Kind([*stall.differing], "called another collective (flight recorder)")
-            yield _Kind([*stall.ranks], "did not join a collective (flight recorder)")
+            yield Named(stall.differing, "called another collective (flight recorder)")
+            yield Named(stall.ranks, "did not join a collective (flight recorder)")
     stacks = {rank.rank: rank.stack for rank in ranks if rank.stack is not None}
     silent = [rank.rank for rank in ranks if rank.asked and rank.stack is None]
     if stacks:
-        yield _Kind(silent, "does not write its stacks when asked")
+        yield Named(silent, "does not write its stacks when asked")
     outside = [rank for rank, stack in stacks.items() if not _in_collective(stack)]
     places = {_place(stacks[rank]) for rank in outside}
     # Where most are outside of it, they may all be slow, and the others only first. Of those at
     # several places one can wait for the other, by its device or by a file.
     if len(stacks) == len(ranks) and 0 < len(outside) <= len(stacks) / 2 and len(places) == 1:
-        yield _Kind(outside, f"is not in the collective that the others wait in{places.pop()}")
+        yield Named(outside, f"is not in the collective that the others wait in{places.pop()}")
     with_stuck = [rank.rank for rank in ranks if rank.stuck and not _in_collective(rank.stack)]
-    yield _Kind(with_stuck, "waits for a process")
+    yield Named(with_stuck, "waits for a process")
 
 
 def _by_hardware(evidence: RankEvidence) -> bool:

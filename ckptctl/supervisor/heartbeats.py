@@ -57,11 +57,6 @@ class Folder:
         self._key = ""
         _remove_left_behind()
 
-    @property
-    def path(self) -> str:
-        """Where the folder is or was; empty where none could be made."""
-        return self._path
-
     def begin(self) -> Mapping[str, str]:
         """Make a new folder and a new key for an attempt; what its environment must hold."""
         self.remove()
@@ -155,8 +150,8 @@ def _remove_left_behind() -> None:
     processes, so a folder is removed only an hour after anything was written into it.
     """
     for parent in (_IN_MEMORY, tempfile.gettempdir()):
-        with suppress(OSError):
-            for entry in os.scandir(parent):
+        with suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:
                 match = _OWN_FOLDER.fullmatch(entry.name)
                 if match is None or not entry.is_dir(follow_symlinks=False):
                     continue

@@ -22,7 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from ckptctl.distributed.process_table import Process, is_alive, machine, own_process
 from ckptctl.errors import (
@@ -46,6 +49,7 @@ from ckptctl.formats.own.supervision import (
     MAX_LEASE_BYTES,
     MAX_STATE_BYTES,
     STATE_SCHEMA,
+    Decision,
     LeaseDocument,
     OwnerDocument,
     ResetDocument,
@@ -64,7 +68,6 @@ from ckptctl.storage.shared_places import open_folder
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.child import Hang, Running, Signals, Watcher
 from ckptctl.supervisor.processes import GRACE_S, end_processes, marked
-from ckptctl.supervisor.results import Decision
 
 if TYPE_CHECKING:
     from ckptctl.supervisor.options import RunOptions
@@ -125,7 +128,7 @@ class Revisions:
         Raises `StorageError` where the store does not take it.
         """
         self._check_root()
-        self.files.add(number, as_stored(STATE_SCHEMA, redacted_values(state)))
+        self.files.add(number, _as_stored(state))
         with suppress(StorageError):  # an old one that stays is harmless
             self._store.remove(self.files.path(number - _KEPT))
 
@@ -157,6 +160,11 @@ def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
         yield Revisions(store, folder, of_root=options.state is None)
 
 
+def _as_stored(state: SupervisorDocument) -> bytes:
+    """The state as it is written, without secrets."""
+    return as_stored(STATE_SCHEMA, redacted_values(msgspec.to_builtins(state)))
+
+
 class LocalCopy:
     """The state as this user last wrote it on this machine; nothing where that is impossible.
 
@@ -185,8 +193,7 @@ class LocalCopy:
         """Replace the copy, as far as the file system allows it."""
         with suppress(OSError, StorageError, UsageError):
             open_folder(os.path.dirname(self.path), make=True).close()
-            data = as_stored(STATE_SCHEMA, redacted_values(state))
-            replace_file(self.path, data, "the copy of the state", mode=PRIVATE)
+            replace_file(self.path, _as_stored(state), "the copy of the state", mode=PRIVATE)
 
 
 def new_state(root: str) -> SupervisorDocument:
@@ -195,6 +202,7 @@ def new_state(root: str) -> SupervisorDocument:
         "run": secrets.token_hex(16),
         "root": absolute_url(root),
         "best": None,
+        "not_finite": [],
         "owner": None,
         "attempts": [],
         "excluded": [],
@@ -215,17 +223,15 @@ def newer(stored: SupervisorDocument | None, copy: SupervisorDocument | None) ->
 def _extent(state: SupervisorDocument) -> tuple[int, int, int]:
     attempts = state["attempts"]
     last = attempts[-1] if attempts else None
-    ended = last is not None and last["decision"] is not None
-    return (last["number"] if last else 0, int(ended), len(state["resets"]))
+    ended = last is not None and last.decision is not None
+    return (last.number if last else 0, int(ended), len(state["resets"]))
 
 
 def bounded(state: SupervisorDocument) -> SupervisorDocument:
     """The state with no more attempts and resets than a reader accepts, the newest."""
-    rejected = state.get("not_finite")
-    if rejected is not None:
-        state = {**state, "not_finite": rejected[-MAX_ATTEMPTS:]}
     return {
         **state,
+        "not_finite": state["not_finite"][-MAX_ATTEMPTS:],
         "attempts": state["attempts"][-MAX_ATTEMPTS:],
         "excluded": state["excluded"][-MAX_ATTEMPTS:],
         "resets": state["resets"][-MAX_ATTEMPTS:],
@@ -315,11 +321,11 @@ class HeldState(Watcher):
         if self._signals.asked is None:
             return None
         *earlier, last = self.state["attempts"]
-        if not last["free"]:
+        if not last.free:
             # A scheduler kills this process next if the job does not end in time. What it asked
             # for costs nothing, and the record of that must not wait for the end of the job.
             with self._changed:
-                self.state = {**self.state, "attempts": [*earlier, {**last, "free": True}]}
+                self.state = {**self.state, "attempts": [*earlier, replace(last, free=True)]}
                 self._changed.notify_all()
         return None
 
@@ -464,7 +470,7 @@ def _read(place: StatePlace, reset: str | None) -> tuple[int, SupervisorDocument
         if reset is None:
             tell(
                 f"warning: {revisions.url} lacks what {copy.path} holds of this run, up to attempt "
-                f"{local['attempts'][-1]['number']}; the run goes on from there "
+                f"{local['attempts'][-1].number}; the run goes on from there "
                 "(--reset-budget begins anew)"
             )
         return number, local
@@ -532,16 +538,13 @@ def _end_left_behind(marker: str, tell: Callable[[str], None]) -> int:
 def _closed(state: SupervisorDocument, n_ended: int) -> SupervisorDocument:
     """The state with the attempt closed that was running when its holder was killed."""
     attempts = state["attempts"]
-    if not attempts or attempts[-1]["decision"] is not None:
+    if not attempts or attempts[-1].decision is not None:
         return state
     left = f", and {n_ended} processes that it left were ended" if n_ended else ""
     last = attempts[-1]
-    after = " after a signal had asked it to end" if last["free"] else ""
-    last = {
-        **last,
-        "decision": Decision.RESTART.value,
-        "reason": f"its supervisor was killed{after}{left}",
-    }
+    after = " after a signal had asked it to end" if last.free else ""
+    reason = f"its supervisor was killed{after}{left}"
+    last = replace(last, decision=Decision.RESTART, reason=reason)
     return {**state, "attempts": [*attempts[:-1], last]}
 
 
@@ -551,6 +554,6 @@ def _with_reset(state: SupervisorDocument, reason: str) -> SupervisorDocument:
         "at": time_now(),
         "by": f"{user_name()}@{socket.gethostname()}",
         "reason": reason[:MAX_STRING],
-        "after": state["attempts"][-1]["number"] if state["attempts"] else 0,
+        "after": state["attempts"][-1].number if state["attempts"] else 0,
     }
     return {**state, "best": None, "not_finite": [], "resets": [*state["resets"], entry]}

@@ -48,7 +48,6 @@ _DEEPEST_KEPT = 48
 class NodeDocument(TypedDict):
     """What one other node answered."""
 
-    node: str
     works: bool
     """Processes that its ranks have started are busy."""
     ranks: list[RankEvidence]
@@ -140,7 +139,6 @@ def main() -> None:
         out.remove()
     sizes = (beat["world_size"] for beat in beats.values())
     document = NodeDocument(
-        node=cluster_context().node,
         works=found.works,
         ranks=[*found.ranks],
         world_size=max((size for size in sizes if size is not None), default=None),

@@ -16,11 +16,10 @@ from typing import Annotated, NamedTuple
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.launcher import cluster_context, expand, is_node
 from ckptctl.errors import OptionError
-from ckptctl.failures.results import CLASSES
+from ckptctl.failures.results import CLASSES, Classification
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.supervision import (
-    AttemptDocument,
-    CauseDocument,
+    Attempt,
     ExcludedDocument,
     SupervisorDocument,
 )
@@ -36,8 +35,6 @@ EXCLUDED = "CKPTCTL_EXCLUDED_NODES"
 WORLD_SIZE = "CKPTCTL_WORLD_SIZE"
 """The variable with the number of ranks that the attempt has."""
 
-BY_SLURM = "slurm"
-"""The rule of a cause that the controller of Slurm states, which no log must show."""
 SUSPECT = "suspect"
 CAUSES = frozenset({*CLASSES, SUSPECT})
 """What can be the reason of an exclusion: no text of a log reaches a command."""
@@ -147,7 +144,7 @@ class Blame(NamedTuple):
 
 
 def blamed(
-    hang: Hang | None, cause: CauseDocument | None, attempts: Sequence[AttemptDocument]
+    hang: Hang | None, cause: Classification | None, attempts: Sequence[Attempt]
 ) -> list[Blame]:
     """The nodes that the last of `attempts` names.
 
@@ -159,18 +156,16 @@ def blamed(
     """
     if hang is not None:
         return [Blame(node, "hang", node in hang.hardware) for node in hang.nodes]
-    of_node = cause is not None and cause["failure"] == "infra-node"
-    if cause is not None and cause["rule"] == BY_SLURM:
-        return []  # what is down is left out while it is
-    if cause is not None and of_node and cause["confidence"] == "high" and cause["nodes"]:
-        return [Blame(node, cause["failure"], certain=True) for node in cause["nodes"]]
+    of_node = cause is not None and cause.failure == "infra-node" and cause.confidence == "high"
+    if cause is not None and of_node and cause.nodes:
+        return [Blame(node, cause.failure, certain=True) for node in cause.nodes]
     last = attempts[-_N_SHORT:]
     if len(last) < _N_SHORT or any(
-        not attempt["exit_code"] or attempt["milliseconds"] >= _SHORT_S * 1000 for attempt in last
+        not attempt.exit_code or attempt.seconds >= _SHORT_S for attempt in last
     ):
         return []
-    named = set.intersection(*(set(attempt["nodes"]) for attempt in last))
-    had = [set(expand(attempt["allocation"])) for attempt in last]
+    named = set.intersection(*(set(attempt.nodes) for attempt in last))
+    had = [set(expand(attempt.allocation)) for attempt in last]
     common = set.intersection(*had)
     if common != had[-1]:  # the same nodes each time do not single one out
         named |= common
@@ -314,7 +309,7 @@ class Nodes:
         return [node for node in self._nodes if node in gone]
 
     def exclude(
-        self, state: SupervisorDocument, hang: Hang | None, cause: CauseDocument | None
+        self, state: SupervisorDocument, hang: Hang | None, cause: Classification | None
     ) -> SupervisorDocument:
         """The state with the nodes excluded that the last attempt shows to be at fault."""
         last = state["attempts"][-1]
@@ -339,7 +334,7 @@ class Nodes:
                     "node": node,
                     "cause": why,
                     "at": time_now(),
-                    "attempt": last["number"],
+                    "attempt": last.number,
                 }
                 state = {**state, "excluded": [*state["excluded"], entry]}
         return state

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks.layouts import compile_pattern
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
-from ckptctl.formats.own.supervision import SectionDocument
+from ckptctl.formats.own.supervision import Attempt, SectionTimes
 from ckptctl.inspection.marks import check_marks_file
 from ckptctl.model import Level
 from ckptctl.options import (
@@ -28,7 +28,6 @@ from ckptctl.options import (
 from ckptctl.selection.watching import ALARM_AFTER, Watched
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.policy import BudgetOptions
-from ckptctl.supervisor.results import Attempt
 
 FACTOR = 5.0
 """A learned limit is this many times the longest time seen. Source: NVRx, `safety_factor`."""
@@ -73,13 +72,6 @@ _BUILT_IN: Mapping[Section, _BuiltIn] = {
 }
 
 
-class SectionTimes(NamedTuple):
-    """What earlier attempts needed in a section: reports, and the longest time between two."""
-
-    n: int = 0
-    longest_s: float = 0.0
-
-
 class Limit(NamedTuple):
     """`given` by a person: such a limit is never extended."""
 
@@ -101,7 +93,7 @@ class SectionLimits:
     """
 
     def __init__(
-        self, given: Mapping[Section, float], seen: Mapping[Section, SectionTimes] | None = None
+        self, given: Mapping[Section, float], seen: Mapping[str, SectionTimes] | None = None
     ) -> None:
         for section, seconds in given.items():
             if section not in SECTIONS:
@@ -129,19 +121,11 @@ class SectionLimits:
         seen = self.seen.get(section, SectionTimes())
         self.seen[section] = SectionTimes(seen.n + n, max(seen.longest_s, seconds))
 
-    def recall(self, documents: Mapping[str, SectionDocument]) -> None:
+    def recall(self, seen: Mapping[str, SectionTimes]) -> None:
         """Go on from what the state of the run holds; unknown sections are passed over."""
         for section in SECTIONS:
-            if section in documents:
-                kept = documents[section]
-                self.learn(section, kept["longest_milliseconds"] / 1000, kept["n"])
-
-    def documents(self) -> dict[str, SectionDocument]:
-        """What the state of the run keeps."""
-        return {
-            section: {"n": seen.n, "longest_milliseconds": int(1000 * seen.longest_s)}
-            for section, seen in self.seen.items()
-        }
+            if section in seen:
+                self.learn(section, seen[section].longest_s, seen[section].n)
 
 
 WAIT_S = 900.0

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from ckptctl.errors import OptionError, StorageError, UsageError
-from ckptctl.failures.results import Domain, Restart
+from ckptctl.failures.results import Classification, Domain, Restart
 from ckptctl.findings import EXIT_DENIED, EXIT_NONE_USABLE
 from ckptctl.formats.own.supervision import (
     MAX_ATTEMPTS,
-    AttemptDocument,
-    CauseDocument,
+    Attempt,
+    Decision,
     SupervisorDocument,
 )
 from ckptctl.options import Parameter, not_negative
 from ckptctl.supervisor.child import Hang
-from ckptctl.supervisor.results import Decision
 
 GIVEN_UP = 93
 """Do not restart. Source: `ft_launcher` of NVRx, `--ft-no-restart-exit-code`."""
@@ -144,7 +143,7 @@ class Ended(NamedTuple):
 
     code: int
     seconds: float
-    cause: CauseDocument | None
+    cause: Classification | None
     hang: Hang | None
     asked: bool
     stopped: str = ""
@@ -186,19 +185,19 @@ class Budget(NamedTuple):
         return self.spent > options.max_restarts or self.free > options.max_free_restarts
 
 
-def series(state: SupervisorDocument) -> Sequence[AttemptDocument]:
+def series(state: SupervisorDocument) -> Sequence[Attempt]:
     """The attempts since the last end with 0 and since the last reset of the budget."""
     after = max((reset["after"] for reset in state["resets"]), default=0)
     for attempt in state["attempts"]:
-        if attempt["decision"] == Decision.DONE.value:
-            after = max(after, attempt["number"])
-    return [attempt for attempt in state["attempts"] if attempt["number"] > after]
+        if attempt.decision is Decision.DONE:
+            after = max(after, attempt.number)
+    return [attempt for attempt in state["attempts"] if attempt.number > after]
 
 
-def since_progress(state: SupervisorDocument) -> Sequence[AttemptDocument]:
+def since_progress(state: SupervisorDocument) -> Sequence[Attempt]:
     """The attempts that share the budget: from the last one that made progress on."""
     attempts = series(state)
-    first = max((n for n, attempt in enumerate(attempts) if attempt["progress"]), default=0)
+    first = max((n for n, attempt in enumerate(attempts) if attempt.progress), default=0)
     return attempts[first:]
 
 
@@ -206,18 +205,18 @@ def is_progress(state: SupervisorDocument, step: int | None) -> bool:
     """Whether a usable step is newer than any before, and was not saved while losses were NaN."""
     best = state["best"]
     is_newer = step is not None and (best is None or step > best)
-    return is_newer and step not in state.get("not_finite", ())
+    return is_newer and step not in state["not_finite"]
 
 
-def budget_of(attempts: Sequence[AttemptDocument]) -> Budget:
+def budget_of(attempts: Sequence[Attempt]) -> Budget:
     """What attempts without progress in between have used; one that runs is not counted."""
-    ended = [attempt for attempt in attempts if attempt["decision"] is not None]
-    free = sum(attempt["free"] for attempt in ended)
+    ended = [attempt for attempt in attempts if attempt.decision is not None]
+    free = sum(attempt.free for attempt in ended)
     return Budget(len(ended) - free, free)
 
 
 def decide(
-    past: Sequence[AttemptDocument],
+    past: Sequence[Attempt],
     ended: Ended,
     seen: RootState,
     best: int | None,
@@ -233,7 +232,8 @@ def decide(
     if ended.asked:
         return Conclusion(Decision.STOPPED, "a signal asked for it", code, free=True)
     if ended.stopped:
-        return stopped_by_scheduler(ended.cause and ended.cause["failure"], ended.stopped, code)
+        failure = None if ended.cause is None else ended.cause.failure
+        return stopped_by_scheduler(failure, ended.stopped, code)
     if ended.by_itself:
         if code == 0:
             return Conclusion(Decision.DONE, "the command succeeded", 0, free=True)
@@ -246,7 +246,7 @@ def decide(
         return Conclusion(Decision.NEVER, reason, NO_ANSWER)
     if seen.code == EXIT_NONE_USABLE:
         return Conclusion(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
-    if ended.by_itself and code == RERUN and any(attempt["exit_code"] == RERUN for attempt in past):
+    if ended.by_itself and code == RERUN and any(attempt.exit_code == RERUN for attempt in past):
         return Conclusion(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
     free = ended.hung is None and _is_free(code if ended.by_itself else None, ended.cause)
     before = budget_of(past)
@@ -256,7 +256,7 @@ def decide(
         reason = f"no {which} is left, and no newer step was saved"
         return Conclusion(Decision.GIVEN_UP, reason, GIVEN_UP, free)
     if ended.hung is None and ended.cause is not None and _comes_again(ended.cause, past):
-        reason = f"{ended.cause['failure']}: {ended.cause['message']}"
+        reason = f"{ended.cause.failure}: {ended.cause.message}"
         return Conclusion(Decision.NEVER, reason, code)
     if free:
         reason = f"it cost nothing; {after.left(options)} of {options.max_restarts} restarts left"
@@ -287,26 +287,22 @@ def _reason_of(code: int) -> str:
     return reasons.get(code, f"exit code {code}: a restart would fail in the same way")
 
 
-def _is_free(code: int | None, cause: CauseDocument | None) -> bool:
+def _is_free(code: int | None, cause: Classification | None) -> bool:
     """Whether the end has a cause outside the job, which costs nothing of the budget."""
     if code in (RERUN, NO_ANSWER):
         return True
-    return (
-        cause is not None
-        and cause["restart"] == Restart.FREE.value
-        and cause["confidence"] != "low"
-    )
+    return cause is not None and cause.restart is Restart.FREE and cause.confidence != "low"
 
 
-def _comes_again(cause: CauseDocument, past: Sequence[AttemptDocument]) -> bool:
+def _comes_again(cause: Classification, past: Sequence[Attempt]) -> bool:
     """Whether a restart would meet this failure again.
 
     A failure that a restart cannot remove stops at once where its class is certain. One of
     the job, and one that is less certain, stops when it came before without a newer step
     since: the reader of a log can be wrong, and a false stop costs more than a restart.
     """
-    lasting = cause["restart"] == Restart.NO.value or cause["rule"] in _AT_ONCE
-    if lasting and (cause["confidence"] == "high" or cause["domain"] == Domain.STOPPED.value):
+    lasting = cause.restart is Restart.NO or cause.rule in _AT_ONCE
+    if lasting and (cause.confidence == "high" or cause.domain is Domain.STOPPED):
         return True
-    may_be_job = cause["domain"] == Domain.JOB.value and cause["restart"] == Restart.ONCE.value
-    return (lasting or may_be_job) and any(each["cause"] == cause["failure"] for each in past)
+    may_be_job = cause.domain is Domain.JOB and cause.restart is Restart.ONCE
+    return (lasting or may_be_job) and any(each.cause == cause.failure for each in past)

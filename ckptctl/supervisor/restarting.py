@@ -16,15 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
+from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, cluster_context
 from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
-from ckptctl.formats.own.supervision import MAX_ATTEMPTS, AttemptDocument, SupervisorDocument
+from ckptctl.formats.own.files import MAX_STRING, utc_now
+from ckptctl.formats.own.supervision import (
+    MAX_ATTEMPTS,
+    Attempt,
+    Decision,
+    SupervisorDocument,
+)
 from ckptctl.formatting import command_line, counted
+from ckptctl.model import ExitCode, NextCommand
 from ckptctl.outside_numbers import whole
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import Pick, pick
@@ -40,14 +49,7 @@ from ckptctl.selection.watching import (
 )
 from ckptctl.storage.opening import local_path, open_store
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
-from ckptctl.supervisor.attempts import (
-    AttemptRunner,
-    LogFolder,
-    begun,
-    cause_by_slurm,
-    closed,
-    reported,
-)
+from ckptctl.supervisor.attempts import AttemptRunner, LogFolder
 from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import (
@@ -80,13 +82,30 @@ from ckptctl.supervisor.policy import (
     stopped_by_scheduler,
 )
 from ckptctl.supervisor.processes import MARKER
-from ckptctl.supervisor.results import Attempt, Decision, Supervised
 from ckptctl.supervisor.slurm import ask as ask_slurm
 from ckptctl.supervisor.slurm import is_srun, job_id
 from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """How the job ended, and after which attempts."""
+
+    command: tuple[str, ...]
+    """The command of the job."""
+    root: str
+    """The root in which progress was measured."""
+    attempts: tuple[Attempt, ...]
+    """Every attempt of the job, in order; none where it was not started."""
+    warnings: tuple[str, ...]
+    """Why the progress of the job cannot be measured."""
+    message: str
+    """How it ended, in one line."""
+    exit_code: ExitCode
+    next_command: NextCommand
 
 
 _SETUP_S = 600.0
@@ -281,7 +300,7 @@ def _run_attempts(
             return Conclusion(Decision.RESTART, "a signal asked for it", number)
         slurm = ask_slurm(job.nodes.names)
         if job.attempts and slurm is not None and slurm.ends:
-            return stopped_by_scheduler(slurm.ends, slurm.why, job.attempts[-1].exit_code)
+            return stopped_by_scheduler(slurm.ends, slurm.why, job.attempts[-1].exit_code or 0)
         down = {} if slurm is None else slurm.down
         plan = job.nodes.plan(held.state, job.roots.loads, down)
         if plan is None:
@@ -378,6 +397,44 @@ class WatchedRoots:
             begin_run(stores, seen.step)
         with suppress(StorageError):  # the next inspection reports it
             self._check_same()
+
+
+MOST_NAMES = 64
+"""Ranks and nodes of one attempt that the state keeps."""
+
+
+def _concluded(
+    attempt: Attempt, ended: Ended, seen: RootState, conclusion: Conclusion, *, progress: bool
+) -> Attempt:
+    """The attempt after its end, without the restarts that are left."""
+    attempt = replace(
+        attempt,
+        seconds=round(ended.seconds, 3),
+        exit_code=ended.code,
+        step=seen.step,
+        inspected=seen.code not in NOT_INSPECTED,
+        progress=progress,
+        free=conclusion.free,
+        decision=conclusion.decision,
+        reason=conclusion.reason[:MAX_STRING],
+    )
+    if ended.hung is not None:
+        return replace(
+            attempt,
+            cause="hang",
+            section=ended.hung.section,
+            ranks=ended.hung.ranks[:MOST_NAMES],
+            nodes=ended.hung.nodes[:MOST_NAMES],
+        )
+    if ended.cause is not None:
+        rank = ended.cause.rank
+        return replace(
+            attempt,
+            cause=ended.cause.failure,
+            ranks=() if rank is None else (rank,),
+            nodes=ended.cause.nodes[:MOST_NAMES],
+        )
+    return attempt
 
 
 class NotStarted(Exception):
@@ -491,7 +548,7 @@ class SupervisedJob:
         resets = self.options.budget.reset_budget is not None
         if is_progress(state, seen.step):
             if attempts and not resets:
-                last: AttemptDocument = {**attempts[-1], "step": seen.step, "progress": True}
+                last = replace(attempts[-1], step=seen.step, inspected=True, progress=True)
                 attempts = [*attempts[:-1], last]
             held.save({**state, "best": seen.step, "attempts": attempts})
             self.roots.use(seen)
@@ -499,16 +556,22 @@ class SupervisedJob:
         if budget.exhausted(self.options.budget):
             raise NotStarted(
                 GIVEN_UP,
-                f"no restart is left since attempt {held.state['attempts'][-1]['number']}, and no "
+                f"no restart is left since attempt {held.state['attempts'][-1].number}, and no "
                 "newer step was saved (--reset-budget REASON begins a new budget)",
                 command_line("scan", *self.roots.words),
             )
 
     def begun(self, state: SupervisorDocument, plan: AttemptPlan) -> tuple[SupervisorDocument, int]:
         """The state with an attempt that begins, and the number of restarts before it."""
-        number = state["attempts"][-1]["number"] + 1 if state["attempts"] else 1
+        attempt = Attempt(
+            number=state["attempts"][-1].number + 1 if state["attempts"] else 1,
+            started_at=utc_now(),
+            host=cluster_context().node,
+            allocation=plan.allocation[:MAX_STRING],
+            world_size=plan.world_size,
+        )
         restarts = self._earlier + len(series(state))
-        return {**state, "attempts": [*state["attempts"], begun(number, plan)]}, restarts
+        return {**state, "attempts": [*state["attempts"], attempt]}, restarts
 
     def run(
         self,
@@ -520,7 +583,7 @@ class SupervisedJob:
         runner: AttemptRunner,
     ) -> Ended:
         """Run the last attempt of a state to its end."""
-        number, budget = state["attempts"][-1]["number"], self.options.budget
+        number, budget = state["attempts"][-1].number, self.options.budget
         name = f"{state['run']}/{number}"
         left = budget_of(since_progress(state)).left(budget)
         about = [
@@ -542,7 +605,7 @@ class SupervisedJob:
         progress = is_progress(state, seen.step)
         if progress and seen.step is not None and ended.n_not_finite >= NOT_FINITE:
             progress = False
-            state = {**state, "not_finite": [*state.get("not_finite", ()), seen.step]}
+            state = {**state, "not_finite": [*state["not_finite"], seen.step]}
             self.tell(
                 f"warning: step {seen.step} is no progress: the last {ended.n_not_finite} reported "
                 "losses are NaN or infinite"
@@ -551,25 +614,25 @@ class SupervisedJob:
             self.roots.use(seen)
         budget = self.options.budget
         conclusion = decide(() if progress else before, ended, seen, best, budget)
-        attempt = closed(attempt, ended, seen, conclusion, progress=progress)
+        attempt = _concluded(attempt, ended, seen, conclusion, progress=progress)
+        used = budget_of(since_progress({**state, "attempts": [*earlier, attempt]}))
+        attempt = replace(attempt, left=used.left(budget))
+        self.attempts.append(attempt)
         state = {
             **state,
             "best": seen.step if progress else best,
             "attempts": [*earlier, attempt],
-            "sections": self.sections.documents(),
+            "sections": dict(self.sections.seen),
         }
         if conclusion.decision is Decision.RESTART:
             n_excluded = len(state["excluded"])
-            state = self.nodes.exclude(state, ended.hung, ended.cause)
+            if not ended.lost_node:  # the scheduler leaves it out while it is down
+                state = self.nodes.exclude(state, ended.hung, ended.cause)
             if ended.by_itself and ended.code == RERUN and len(state["excluded"]) == n_excluded:
                 self.tell("warning: exit code 16 asks for other nodes, and none was excluded")
         held.save(state)
-        left = budget_of(since_progress(held.state)).left(budget)
-        self.attempts.append(reported(attempt, conclusion, left))
-        self._note(self.attempts[-1].sentence)
-        reported_to = guarded(
-            "reporting the attempt", partial(self.options.on_attempt, self.attempts[-1])
-        )
+        self._note(attempt.sentence)
+        reported_to = guarded("reporting the attempt", partial(self.options.on_attempt, attempt))
         if isinstance(reported_to, Unknown):
             self.tell(f"warning: {reported_to.message}")
         return conclusion
@@ -581,7 +644,7 @@ class SupervisedJob:
         """
         if ended.asked or (ended.by_itself and not ended.code) or job_id() is None:
             return ended
-        failure = "" if ended.cause is None else ended.cause["failure"]
+        failure = "" if ended.cause is None else ended.cause.failure
         # After a hang the logs hold what ended the job, and that was this process.
         by_text = ended.by_itself and failure in ("preemption", "walltime")
         slurm = ask_slurm(nodes)
@@ -590,10 +653,13 @@ class SupervisedJob:
                 self.tell(f"warning: Slurm does not answer; {failure} is read from the logs alone")
             return ended
         if slurm.ends:
-            return ended._replace(stopped=slurm.why, cause=cause_by_slurm(slurm.ends, slurm.why))
+            return ended._replace(
+                stopped=slurm.why, cause=Classification.stated(slurm.ends, slurm.why, "high")
+            )
         if slurm.down:
             states = ", ".join(f"{node} as {state}" for node, state in slurm.down.items())
-            cause = cause_by_slurm("infra-node", f"Slurm reports {states}", [*slurm.down])
+            message = f"Slurm reports {states}"
+            cause = Classification.stated("infra-node", message, "high", [*slurm.down])
             return ended._replace(lost_node=True, cause=cause)
         if by_text:
             self.tell(
@@ -634,5 +700,5 @@ class SupervisedJob:
             if self._log_folder is not None:
                 logs.append(self._log_folder.path(last.number))
             if logs := [*filter(os.path.exists, logs)]:
-                return command_line("classify", *logs, "--exit-code", last.exit_code)
+                return command_line("classify", *logs, "--exit-code", last.exit_code or 0)
         return command_line("scan", *self.roots.words)

@@ -23,7 +23,6 @@ from ckptctl.errors import CkptctlError
 from ckptctl.runbook.document import Block, Input, Runbook, State, Value, parse
 from ckptctl.runbook.document import Outcome as Row
 from ckptctl.runbook.engine import NoTerminal
-from ckptctl.runbook.executing import Ended
 from ckptctl.runbook.running import run_runbook
 
 N_RECORDS = 400
@@ -87,7 +86,7 @@ class Nobody:
     def silent(self, waited_s: float) -> None: ...
     def asked(self, wanted: Input, suggestion: str | None) -> Value | None: ...
     def printed(self, text: str) -> None: ...
-    def ended(self, block: Block, outcome: Row, ended: Ended | None) -> None: ...
+    def ended(self, block: Block, outcome: Row, exit_code: int | None) -> None: ...
 
     def continues(self, run: str, begun: str) -> bool | None:
         """Nobody says so."""

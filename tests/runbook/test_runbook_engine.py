@@ -23,7 +23,7 @@ from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, parse
 from ckptctl.runbook.engine import who
-from ckptctl.runbook.executing import Ended, as_typed, execute
+from ckptctl.runbook.executing import as_typed, execute
 from ckptctl.runbook.record import (
     RunRecord,
     TakenOver,
@@ -113,7 +113,7 @@ class Person:
     def printed(self, text: str) -> None:
         self.shown.append(text)
 
-    def ended(self, block: Block, outcome: Outcome, ended: Ended | None) -> None:
+    def ended(self, block: Block, outcome: Outcome, exit_code: int | None) -> None:
         self.shown.append(f"{block.name}: {outcome.because}")
 
     def silent(self, waited_s: float) -> None:

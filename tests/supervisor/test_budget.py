@@ -220,6 +220,22 @@ def test_a_job_that_a_killed_run_left_behind_is_ended_and_counts(root: Path, tmp
     assert second["decision"] == "given-up"
 
 
+def test_what_an_attempt_saved_before_its_run_was_killed_is_its_progress(
+    root: Path, source: Path, tmp_path: Path
+):
+    *words, script = saving(root, source, 100)
+    job = script.replace("exit 18", f"touch {tmp_path}/began; sleep 3600")
+    run = subprocess.Popen(
+        [*COMMAND, "run", "--root", root, "--", *words, job], env=clean_environment()
+    )
+    until((tmp_path / "began").exists)
+    run.kill()
+    run.wait()
+    once(root)
+    first = states(root)[-1]["attempts"][0]
+    assert (first["step"], first["inspected"], first["progress"]) == (100, True, True)
+
+
 def test_a_run_that_is_killed_after_a_signal_to_end_costs_nothing(root: Path, tmp_path: Path):
     # It ends at the second signal, which is that of the next `run`.
     job = f"trap 'trap - TERM' TERM; touch {tmp_path}/began; while :; do sleep 0.1; done"

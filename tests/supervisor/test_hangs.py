@@ -19,18 +19,20 @@ from services.processes import wait_until
 from ckptctl.distributed.process_table import entry_of
 from ckptctl.errors import OwnFileUnreadable, UsageError
 from ckptctl.formats.own.heartbeats import (
+    FOLDER_VARIABLE,
     KEY_VARIABLE,
     SECTIONS,
     file_name,
     heartbeat_bytes,
     read_heartbeat,
 )
+from ckptctl.formats.own.supervision import SectionTimes
 from ckptctl.storage.shared_places import open_folder
 from ckptctl.supervisor import evidence
 from ckptctl.supervisor.child import Hang, JobLog
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
-from ckptctl.supervisor.options import FACTOR, LONGEST_S, SectionLimits, SectionTimes
+from ckptctl.supervisor.options import FACTOR, LONGEST_S, SectionLimits
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
 BUSY = """
@@ -77,7 +79,7 @@ class Watch:
         return self.variables[KEY_VARIABLE]
 
     def file(self, rank: int) -> Path:
-        return Path(self.watcher._folder.path) / file_name(rank)
+        return Path(self.variables[FOLDER_VARIABLE]) / file_name(rank)
 
 
 @pytest.fixture

@@ -65,6 +65,6 @@ def test_the_evidence_of_another_node_is_read_as_it_was_found():
         rank(2, SLEEPS, moves=True, stuck=("a loader",)),
         rank(3, None, state="D", wait="fuse"),
     ]
-    sent = NodeDocument(node="n1", works=True, ranks=ranks, world_size=4)
+    sent = NodeDocument(works=True, ranks=ranks, world_size=4)
     assert documents_in(f"srun: a warning\n{line_of(sent)}") == [sent]
     assert name_ranks([rank(0), rank(1, LOADS), *sent["ranks"]]).ranks == (3,)

@@ -24,12 +24,12 @@ from services.processes import started, wait_until
 
 import ckptctl
 from ckptctl.errors import UsageError
+from ckptctl.formats.own.supervision import Decision
 from ckptctl.options import Requirements, StorageOptions
 from ckptctl.selection import watching
 from ckptctl.selection.watching import Watched
 from ckptctl.supervisor import restarting
 from ckptctl.supervisor.options import RunKeywords, RunOptions
-from ckptctl.supervisor.results import Decision
 
 JOB = """
 import os, shutil, sys, time

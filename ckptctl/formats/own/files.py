@@ -67,19 +67,28 @@ def as_stored(schema: str, document: object) -> bytes:
 Struct = TypeVar("Struct")
 
 
-def read_back(data: bytes, schema: str, kind: type[Struct], *, max_objects: int) -> Struct:
+def read_back(
+    data: bytes,
+    schema: str,
+    kind: type[Struct],
+    *,
+    max_objects: int,
+    numbers: Numbers = "integers",
+) -> Struct:
     """A stored document, whose class is `kind`; see `document_of`.
 
     The digest is computed of the fields of `kind`, so that a document with others, or without
     one of them, does not match it.
     """
-    fields = document_of(data, schema, max_objects=max_objects)
+    fields = document_of(data, schema, max_objects=max_objects, numbers=numbers)
     document = typed(kind, fields)
     check_digest(fields, {**msgspec.to_builtins(document), "schema": schema})
     return document
 
 
-def document_of(data: bytes, schema: str, *, max_objects: int) -> Fields:
+def document_of(
+    data: bytes, schema: str, *, max_objects: int, numbers: Numbers = "integers"
+) -> Fields:
     """All fields of a stored document with this schema, which is `NAME/1`.
 
     `max_objects` bounds the lists and objects in the document before any is made. Raises
@@ -88,7 +97,7 @@ def document_of(data: bytes, schema: str, *, max_objects: int) -> Fields:
     # Counted inside strings too: a name with a thousand braces is no name of ours.
     if data.count(b"{") + data.count(b"[") > max_objects:
         raise OwnFileUnreadable(f"it has more than {max_objects:,} lists and objects")
-    document = parsed(data, len(data))  # the caller bounds the size
+    document = parsed(data, len(data), numbers=numbers)  # the caller bounds the size
     stated = document.get("schema")
     if stated == schema:
         return document

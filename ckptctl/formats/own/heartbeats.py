@@ -13,7 +13,7 @@ import hmac
 import json
 import re
 import secrets
-from typing import Annotated, Literal, NotRequired, TypedDict, get_args
+from typing import Annotated, Literal, TypedDict, get_args
 
 from msgspec import Meta
 
@@ -57,10 +57,6 @@ _Signal = Annotated[int, Meta(ge=1, le=64)]
 class Heartbeat(TypedDict):
     """The state of one rank when it wrote last."""
 
-    steps: NotRequired[Count]
-    """How many steps `work_ms` is of; absent without one."""
-    work_ms: NotRequired[Count]
-    """What these steps took this rank, in milliseconds."""
     rank: Annotated[int, Meta(ge=0, le=MAX_RANK - 1)]
     local_world_size: Annotated[int, Meta(ge=0, le=MAX_RANK)] | None
     """How many ranks the launcher started on this node; null where it does not state it."""
