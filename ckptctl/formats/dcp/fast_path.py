@@ -24,11 +24,7 @@ each time; only numbers and names differ. So:
 `Parts` decodes names, sizes and numbers: in half a million objects most of them come again
 and again, so each is decoded when it is first met and looked up from then on.
 
-There are four shapes. A *chunk* is a `ChunkStorageMetadata` with its two sizes. A *tensor entry*
-is a name, its `TensorStorageMetadata` and all of its chunks; taking it whole matters where
-tensors are many and ranks are few. On the stack stands what the machine would have made, but
-for the chunks, which are one `ChunkRun`. A tensor whose chunks do not fit into a window is
-left to the machine, and its chunks to the shape of chunks.
+There are three shapes. A *chunk* is a `ChunkStorageMetadata` with its two sizes.
 
 A *byte range* is a `MetadataIndex`, the key, and the `_StorageInfo` that it leads to. Each rank
 sent its own results to the coordinator, so names and files are written anew for each rank, and
@@ -49,7 +45,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import accumulate, compress, islice, takewhile
 from operator import itemgetter, lt
 from typing import Generic, TypeVar
@@ -60,7 +56,6 @@ from ckptctl.formats.dcp.metadata import (
     NO_HINT,
     PROPERTIES,
     STORAGE_INFO,
-    TENSOR,
     WRITE_DATA,
     WRITE_ITEM,
     Dims,
@@ -76,7 +71,6 @@ from ckptctl.formats.pickles.stubs import (
     Malformed,
     Rows,
     Run,
-    Stub,
     checked_dims,
 )
 
@@ -191,18 +185,15 @@ class FastPathShape:
 
     `template` is the pattern of one object, its groups the parts that differ;
     `expects` states for each hole in it what the reference must stand for. `push`
-    makes a `Run` of a window, pushes it, and returns how many rows are in it. `begins`
-    are the opcodes that an object of the shape can begin with.
+    makes a `Run` of a window, pushes it, and returns how many rows are in it.
     """
 
     def __init__(
         self,
         template: Callable[[Hole], str],
         expects: Mapping[str, Test],
-        push: Callable[[Machine, Window, Holes], int],
-        begins: tuple[bytes, ...] = (b"h", b"j"),
+        push: Callable[[Machine, Window], int],
     ) -> None:
-        self._begins = begins
         self._template = template
         self._expects = expects
         self._push = push
@@ -213,14 +204,13 @@ class FastPathShape:
 
     def take(self, machine: Machine) -> None:
         """Take as many objects of the shape as follow, or none."""
-        while machine.data[machine.pos : machine.pos + 1] in self._begins:
+        while machine.data[machine.pos : machine.pos + 1] in _REFERENCES:
             window = self._window(machine)
             if window is None and self._learn(machine):
                 window = self._window(machine)
             if window is None:
                 return
-            holes = dict(zip(self._expects, self._references, strict=True))
-            n_rows = self._push(machine, window, holes)
+            n_rows = self._push(machine, window)
             fits = n_rows == len(window.rows)
             self._n_bytes = (
                 min(2 * self._n_bytes, MAX_WINDOW) if fits else max(self._n_bytes // 2, MIN_WINDOW)
@@ -294,6 +284,9 @@ def _open_holes() -> Hole:
 
 REFERENCE = r"(?:h.|j.{4})"
 """BINGET or LONG_BINGET."""
+
+_REFERENCES = (b"h", b"j")
+"""Their opcodes. An object begins with a reference to its class."""
 
 REFERENCE_BYTES = 5
 """The length of a reference at most."""
@@ -373,7 +366,6 @@ class Parts:
         self.spans = Known(partial(_span, _groups(_span_pattern)))
         self.texts = Known(partial(_text, machine))
         self.slots = Known(_slot_read)
-        self.referred = partial(_referred, machine)
 
 
 def _text(machine: Machine, part: bytes) -> str:
@@ -511,7 +503,7 @@ def _dims_of(part: bytes, position: int = 0) -> Dims:
     return tuple(dims)
 
 
-# Chunks, and entries of tensors
+# Chunks
 
 CHUNK_EXPECTS = {
     CHUNK: _is_class(CHUNK),
@@ -554,23 +546,17 @@ def _chunk_template(hole: Hole) -> str:
     return _chunk_pattern(hole, f"({_slice_pattern(hole)})")
 
 
-def _push_chunks(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+def _push_chunks(parts: Parts, machine: Machine, window: Window) -> int:
     slices = parts.slices.column([row[0] for row in window.rows])
     if not slices:
         return 0
-    window = window.first(len(slices))
-    place = window.without_rows()
-    run = _run_of(slices, window.first_slot, lambda _: place)
-    return len(slices) if machine.push_run(run, window.end, run.n_slots) else 0
-
-
-def _run_of(slices: list[ChunkSlice], first_slot: int, find: Callable[[int], Window]) -> ChunkRun:
+    window = window.first(len(slices)).without_rows()
     n_slots = _CHUNK_SLOTS * len(slices) + sum(map(_SLOTS_OF_SIZES, slices))
     run = ChunkRun(
-        CHUNK, first_slot, n_slots, lambda: find(first_slot).find_rows(_n_chunk_slots(slices))
+        CHUNK, window.first_slot, n_slots, lambda: window.find_rows(_n_chunk_slots(slices))
     )
     run.slices = slices
-    return run
+    return len(slices) if machine.push_run(run, window.end, n_slots) else 0
 
 
 _SLOTS_OF_SIZES = itemgetter(2)
@@ -579,173 +565,6 @@ _SLOTS_OF_SIZES = itemgetter(2)
 def _n_chunk_slots(slices: Iterable[ChunkSlice]) -> Iterator[int]:
     """How many slots of the memo each chunk fills."""
     return (_CHUNK_SLOTS + one[2] for one in slices)
-
-
-_TENSOR_EXPECTS = {
-    TENSOR: _is_class(TENSOR),
-    "properties": _is_text("properties"),
-    PROPERTIES: _is_class(PROPERTIES),
-    "size": _is_text("size"),
-    "chunks": _is_text("chunks"),
-    **CHUNK_EXPECTS,
-}
-
-
-def _tensor_template(hole: Hole) -> str:
-    # EMPTY_TUPLE NEWOBJ MEMOIZE MARK, five or six properties, TUPLE MEMOIZE BUILD.
-    made_here = (
-        rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})([\x88\x89])({REFERENCE})"
-        rf"([\x88\x89])((?:N|{REFERENCE}|{DIMS})?)t\x94b"
-    )
-    head = (
-        f"({TEXT}){hole(TENSOR)}{NEW}{hole('properties')}(?:{made_here}|({REFERENCE}))"
-        f"{hole('size')}({_size_pattern(hole)}){hole('chunks')}"
-    )
-    # EMPTY_LIST MEMOIZE, then batches of chunks with APPENDS, or one chunk with APPEND.
-    # A hole that comes again refers to its first place.
-    chunk, each, one = (_chunk_pattern(hole, _slice_pattern(hole)) for _ in range(3))
-    several = rf"\((?:{each})+e|{one}a"
-    return rf"{head}\]\x94((?:(?=\(?{chunk})(?:{several})+)?){SET}"
-
-
-class TensorRun(Run):
-    """Entries of tensors. They are on the stack themselves; the memo reads its slots from here."""
-
-    __slots__ = ("entries", "first_slots")
-
-    entries: list[_Entry]
-    first_slots: array[int]
-
-    def known_at(self, slot: int) -> object:
-        """What is on the stack or in it, the name, or the run of chunks that fills the slot."""
-        row = bisect_right(self.first_slots, slot) - 1
-        entry, position = self.entries[row], slot - self.first_slots[row]
-        return entry.head[position] if position < len(entry.head) else entry.chunks
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One entry: what its first slots in the memo hold, None where only a replay decides."""
-
-    name: str
-    tensor: Stub
-    head: list[object]
-    chunks: ChunkRun | None
-
-    @property
-    def n_slots(self) -> int:
-        """How many slots of the memo it fills."""
-        return len(self.head) + (self.chunks.n_slots if self.chunks else 0)
-
-
-class _TensorReader:
-    """Makes entries of rows; what recurs in them is made once."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._properties: dict[Row, Stub] = {}
-
-    def push(self, machine: Machine, window: Window, holes: Holes) -> int:
-        """Push the entries of a window, up to one that is unfit."""
-        place = window.without_rows()
-        # What is between the chunks of a list (MARK, APPENDS, APPEND) is no part of any.
-        pattern = _compiled_chunks(*(holes[name] for name in CHUNK_EXPECTS))
-        entries: list[_Entry] = []
-        first_slots = array("q", [window.first_slot])
-        for number, row in enumerate(window.rows):
-            chunks_at = partial(_chunks_at, place, number, pattern)
-            try:
-                entries.append(self._entry(row, first_slots[-1], pattern, chunks_at))
-            except Unfit:
-                break
-            first_slots.append(first_slots[-1] + entries[-1].n_slots)
-        if not entries:
-            return 0
-        end = window.first(len(entries)).end
-        place = replace(place, end=end)
-        n_slots = first_slots[-1] - window.first_slot
-        n_each = [entry.n_slots for entry in entries]
-        run = TensorRun(TENSOR, window.first_slot, n_slots, partial(place.find_rows, n_each))
-        run.entries, run.first_slots = entries, first_slots
-        n_texts = sum(_is_new_text(row[0]) for row in window.rows[: len(entries)])
-        values = [value for entry in entries for value in (entry.name, entry.tensor)]
-        if not machine.push_run(run, end, n_slots - n_texts, values):
-            return 0
-        machine.taken.update(id(entry.tensor.state) for entry in entries)
-        return len(entries)
-
-    def _entry(
-        self,
-        row: Row,
-        first_slot: int,
-        pattern: re.Pattern[bytes],
-        chunks_at: Callable[[int], Window],
-    ) -> _Entry:
-        fqn, *made_here, properties, size, chunks, _ = row
-        name, shape = self._parts.texts[fqn], unpacked(self._parts.sizes[size])
-        tensor, chunk_list = Stub(TENSOR), list[object]()
-        its_properties = (
-            self._parts.referred(properties)
-            if properties
-            else self._properties_made_of(tuple(made_here))
-        )
-        state = {"properties": its_properties, "size": shape, "chunks": chunk_list}
-        tensor.build(state)
-        head: list[object] = [name, tensor, state] if _is_new_text(fqn) else [tensor, state]
-        if not properties:
-            head += [its_properties, *_strides_made_of(made_here[-1]), None]
-        if n_slots := _n_size_slots(size):
-            head += [*[None] * (n_slots - 1), shape]
-        head.append(chunk_list)
-        if not chunks:
-            return _Entry(name, tensor, head, None)
-        parts: list[bytes] = pattern.findall(chunks)
-        slices = self._parts.slices.column(parts)
-        if len(slices) < len(parts):
-            raise Unfit
-        run = _run_of(slices, first_slot + len(head), chunks_at)
-        chunk_list.append(run)
-        return _Entry(name, tensor, head, run)
-
-    def _properties_made_of(self, parts: Row) -> Stub:
-        if parts not in self._properties:
-            dtype, layout, requires_grad, memory_format, pin_memory, strides = parts
-            state: list[object] = [
-                self._parts.referred(dtype),
-                self._parts.referred(layout),
-                requires_grad == _TRUE,
-                self._parts.referred(memory_format),
-                pin_memory == _TRUE,
-            ]
-            if strides[:1] in (b"h", b"j"):
-                state.append(self._parts.referred(strides))
-            elif strides:
-                state.append(None if strides == b"N" else _dims_of(strides))
-            self._properties[parts] = Stub(PROPERTIES)
-            self._properties[parts].build(tuple(state))
-        return self._properties[parts]
-
-
-_TRUE = b"\x88"
-_CHUNKS = 10
-"""The group of `_tensor_template` that has the chunks."""
-
-
-def _strides_made_of(part: bytes) -> tuple[Dims, ...]:
-    """The strides, if they are a tuple that is put into the memo."""
-    return () if part[:1] in (b"", b"N", b"h", b"j", b")") else (_dims_of(part),)
-
-
-@lru_cache(maxsize=16)
-def _compiled_chunks(*references: bytes) -> re.Pattern[bytes]:
-    template = _chunk_template(_literal(dict(zip(CHUNK_EXPECTS, references, strict=True))))
-    return re.compile(template.encode("latin-1"), re.DOTALL)
-
-
-def _chunks_at(place: Window, number: int, pattern: re.Pattern[bytes], first_slot: int) -> Window:
-    """The chunks of entry `number`."""
-    start, end = next(islice(place.matches(), number, None)).span(_CHUNKS)
-    return Window(place.data, pattern, [], start, end, first_slot)
 
 
 # Byte ranges, and items of plans
@@ -795,7 +614,7 @@ def _range_template(hole: Hole) -> str:
     )
 
 
-def _push_ranges(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+def _push_ranges(parts: Parts, machine: Machine, window: Window) -> int:
     read = _RangeRows(parts, window)
     fqns, files = read.texts(read.fqn_parts), read.texts(read.file_parts)
     n_rows = min(len(fqns), len(files))
@@ -928,7 +747,7 @@ def _plan_template(hole: Hole) -> str:
     )
 
 
-def _push_plans(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+def _push_plans(parts: Parts, machine: Machine, window: Window) -> int:
     n_slots = list(map(_n_plan_slots, window.rows))
     first_slots = accumulate(n_slots, initial=window.first_slot)
     n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
@@ -969,9 +788,7 @@ def _n_plan_slots(row: Row) -> int:
 def fast_path_shapes(machine: Machine) -> Mapping[str, FastPathShape]:
     """The shapes of metadata in one reading, by the object after which each is tried."""
     parts = Parts(machine)
-    tensors = _TensorReader(parts).push
     return {
-        TENSOR: FastPathShape(_tensor_template, _TENSOR_EXPECTS, tensors, (b"h", b"j", b"\x8c")),
         CHUNK: FastPathShape(_chunk_template, CHUNK_EXPECTS, partial(_push_chunks, parts)),
         STORAGE_INFO: FastPathShape(_range_template, _RANGE_EXPECTS, partial(_push_ranges, parts)),
         WRITE_ITEM: FastPathShape(_plan_template, _PLAN_EXPECTS, partial(_push_plans, parts)),

@@ -176,7 +176,7 @@ class Run(Stub):
         return bisect_right(self.rows.first_slots, slot) - 1
 
     def known_at(self, slot: int) -> object:  # noqa: ARG002
-        """What one of its slots holds, a run in it that does, or None: only a replay decides."""
+        """What one of its slots holds; None where only a replay decides."""
         return None
 
 
