@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from ckptctl.logs.fields import Precision, parse_number
 from ckptctl.logs.reading import LogReader
 from ckptctl.logs.rows import Marker, Row
-from ckptctl.logs.text_logs import HINTS, HintFinder
 from ckptctl.storage.logs import MAX_LINE
 
 SAMPLES = json.loads((Path(__file__).parent / "data" / "samples.json").read_text())
@@ -218,12 +217,3 @@ def test_a_bar_without_a_line_end_has_all_its_steps():
     assert len(bars) > MAX_LINE
     rows = read([bars[at : at + 100_000] for at in range(0, len(bars), 100_000)])
     assert [row.step for row in rows] == [*range(1, 20_000)]
-
-
-@pytest.mark.parametrize("hint", HINTS)
-def test_every_literal_of_a_marker_is_found_in_a_block(hint):
-    finder = HintFinder()
-    assert finder.find(b"step: 5 loss: 2.5\n" * 50) == []
-    for _ in range(2):
-        assert hint in finder.find(b"[rank0]: step 5\n" + hint + b" x\n")
-    assert finder.find(b"step: 6 loss: 2.4\n" * 50) == []
