@@ -61,7 +61,6 @@ from ckptctl.formats.dcp.metadata import (
     Dims,
     Span,
     packed,
-    unpacked,
 )
 from ckptctl.formats.pickles.reading import Machine
 from ckptctl.formats.pickles.stubs import (
@@ -522,19 +521,6 @@ class ChunkRun(Run):
     __slots__ = ("slices",)
 
     slices: list[ChunkSlice]
-
-    def known_at(self, slot: int) -> Dims | None:
-        """One of the sizes, where both of its row were made there."""
-        first_slots = list(accumulate(_n_chunk_slots(self.slices), initial=self.first_slot))
-        row = bisect_right(first_slots, slot) - 1
-        offset, size, n_slots = self.slices[row]
-        n_each = 3 if offset else 2
-        if n_slots != 2 * n_each:
-            return None
-        end_slot = first_slots[row + 1]
-        if slot == end_slot - 1:
-            return unpacked(size)
-        return unpacked(offset) if slot == end_slot - 1 - n_each else None
 
 
 def _chunk_pattern(hole: Hole, sizes: str) -> str:
