@@ -21,8 +21,8 @@ each time; only numbers and names differ. So:
   the memo for all its slots; when the pickle refers to one of them, the bytes
   of the run are interpreted after all.
 
-`Parts` decodes names, sizes and numbers: in half a million objects most of them come again
-and again, so each is decoded when it is first met and looked up from then on.
+The machine interprets the parts, too: in half a million objects most of them come again and again,
+so each is interpreted when it is first met and looked up in `Parts` from then on.
 
 There are three shapes. A *chunk* is a `ChunkStorageMetadata` with its two sizes.
 
@@ -45,11 +45,12 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, compress, islice, takewhile
 from operator import itemgetter, lt
 from typing import Generic, TypeVar
 
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.dcp.metadata import (
     CHUNK,
     INDEX,
@@ -58,7 +59,6 @@ from ckptctl.formats.dcp.metadata import (
     STORAGE_INFO,
     WRITE_DATA,
     WRITE_ITEM,
-    Dims,
     Span,
     packed,
 )
@@ -68,6 +68,7 @@ from ckptctl.formats.pickles.stubs import (
     SIZE,
     Function,
     Malformed,
+    Memo,
     Rows,
     Run,
     checked_dims,
@@ -113,21 +114,6 @@ def _size_pattern(hole: Hole) -> str:
     return rf"(?:{hole('Size')}{DIMS}\x85\x94R\x94|{REFERENCE})"
 
 
-def _slice_pattern(hole: Hole, group: str = "?:") -> str:
-    """The pattern of where a chunk begins and its size; with "" for `group`, each is a group."""
-    return f"({group}{_size_pattern(hole)}){hole('sizes')}({group}{_size_pattern(hole)})"
-
-
-def _key_pattern(hole: Hole, group: str = "?:") -> str:
-    """The pattern of the hint and the offset in a key; an entry of bytes has no offset."""
-    return f"({group}{INT}|N)(?:{hole('offset')}({group}{_size_pattern(hole)}))?"
-
-
-def _span_pattern(hole: Hole, group: str = "?:") -> str:
-    """The pattern of where a record begins, and of its length."""
-    return f"({group}{INT}){hole('length')}({group}{INT})"
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """Objects of one shape, one behind the other, from `start` to `end`.
@@ -167,7 +153,7 @@ class Window:
         spans = [match.span() for match in self.matches()]
         starts, ends = zip(*spans, strict=True)
         first_slots = array("q", accumulate(n_slots, initial=self.first_slot))
-        return Rows(array("q", starts), array("q", ends), first_slots)
+        return Rows(self.data, array("q", starts), array("q", ends), first_slots)
 
 
 def _literal(references: Holes) -> Hole:
@@ -305,11 +291,8 @@ DIMS = rf"(?:\)|{INT}(?:\x85|{INT}(?:\x86|{INT}\x87))\x94|\({INT}{{4,{MAX_DIMS}}
 MAX_KNOWN = 262_144
 """How many parts of one kind are remembered: more than 16,384 ranks have places in tensors."""
 
-_BINGET, _LONG1, _MARK, _EMPTY_TUPLE = 0x68, 0x8A, 0x28, 0x29
 NEW_TEXT = 0x8C
 """SHORT_BINUNICODE: a text begins with it that is written here."""
-
-_INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
 ChunkSlice = tuple[bytes, bytes, int]
 """Where a chunk begins, its size, both `packed`, and the memo slots that they fill."""
@@ -320,7 +303,7 @@ Key = tuple[int, bytes | None, int]
 Meaning = TypeVar("Meaning")
 
 
-class Unfit(Exception):
+class Unfit(Malformed):
     """A part that has the form of its kind but is none."""
 
 
@@ -343,7 +326,7 @@ class Known(dict[bytes, Meaning], Generic[Meaning]):
         # What was appended before the exception stays in the list.
         try:
             column.extend(map(self.__getitem__, islice(parts, len(column), None)))
-        except Unfit:
+        except Malformed:
             return
 
     def column(self, parts: Sequence[bytes]) -> list[Meaning]:
@@ -358,148 +341,86 @@ class Parts:
 
     # The decoders refer to the machine and not to the parts: no cycle keeps either in memory.
     def __init__(self, machine: Machine) -> None:
-        sizes = Known(partial(_size, machine))
-        self.sizes = sizes
-        self.slices = Known(partial(_slice, _groups(_slice_pattern), sizes))
-        self.keys = Known(partial(_key, _groups(_key_pattern), sizes))
-        self.spans = Known(partial(_span, _groups(_span_pattern)))
+        self.slices = Known(partial(_slice, machine))
+        self.keys = Known(partial(_key, machine))
+        self.spans = Known(partial(_span, machine))
         self.texts = Known(partial(_text, machine))
-        self.slots = Known(_slot_read)
+        self.reads = Known(_slot_read)
+        self.fills = Known(partial(_n_filled, machine))
+
+
+def _interpreted(machine: Machine, part: bytes) -> tuple[list[object], int]:
+    """What the machine makes of a part: the values, and how many slots of the memo they fill."""
+    memo = Memo(machine.memo, machine.memo.n_slots)
+    inner = Machine(part + _STOP, machine.grammar, machine.opcodes, memo)
+    try:
+        inner.step_to_stop()
+    except (MetadataUnreadable, MetadataUnsafe):
+        raise Unfit from None
+    if inner.marks or inner.pos != inner.end:
+        raise Unfit
+    return inner.stack, memo.n_slots - memo.first
+
+
+_STOP = b"."
+
+
+def _slice(machine: Machine, part: bytes) -> ChunkSlice:
+    match _interpreted(machine, part):
+        case [tuple(offset), _, tuple(size)], n_slots:
+            return _packed(offset), _packed(size), n_slots
+    raise Unfit
+
+
+def _key(machine: Machine, part: bytes) -> Key:
+    match _interpreted(machine, part):
+        case [None | int() as hint, *rest], n_slots:
+            offset = _packed(rest[1]) if rest else None
+            return NO_HINT if hint is None else hint, offset, n_slots
+    raise Unfit
+
+
+def _span(machine: Machine, part: bytes) -> Span:
+    match _interpreted(machine, part):
+        case [int(start), _, int(length)], _:
+            return start, length, ()
+    raise Unfit
 
 
 def _text(machine: Machine, part: bytes) -> str:
-    if _is_new_text(part):
-        return _new_text(part)
-    text = _referred(machine, part)
-    if not isinstance(text, str):
+    match _interpreted(machine, part):
+        case [str(text)], _:
+            return text
+    raise Unfit
+
+
+def _packed(dims: object) -> bytes:
+    if not isinstance(dims, tuple):
         raise Unfit
-    return text
-
-
-def _size(machine: Machine, part: bytes) -> bytes:
-    if not _is_new_size(part):
-        return packed(_checked(_referred(machine, part)))
-    return packed(_dims_of(part, _reference_bytes(part)))
-
-
-Groups = Callable[[bytes], Row]
-
-
-@cache
-def _groups(pattern: Callable[[Hole, str], str]) -> Groups:
-    """Splits a part; its references were compared when the object was matched."""
-    compiled = re.compile(pattern(lambda _: REFERENCE, "").encode("latin-1"), re.DOTALL)
-
-    def split(part: bytes) -> Row:
-        match = compiled.fullmatch(part)
-        if match is None:
-            raise Unfit
-        return match.groups(b"")
-
-    return split
-
-
-def _slice(split: Groups, sizes: Known[bytes], part: bytes) -> ChunkSlice:
-    offset, size = split(part)
-    return sizes[offset], sizes[size], _n_size_slots(offset) + _n_size_slots(size)
-
-
-def _key(split: Groups, sizes: Known[bytes], part: bytes) -> Key:
-    hint, offset = split(part)
-    return (
-        NO_HINT if hint == b"N" else _int(hint),
-        sizes[offset] if offset else None,
-        _n_size_slots(offset),
-    )
-
-
-def _span(split: Groups, part: bytes) -> Span:
-    start, length = split(part)
-    return _int(start), _int(length), ()
-
-
-def _referred(machine: Machine, reference: bytes) -> object:
-    """What the memo holds for the argument of BINGET or LONG_BINGET."""
-    slot = _slot_of(reference)
-    if slot >= machine.memo.n_slots:
-        raise Unfit
-    return machine.recall(slot)
+    return packed(checked_dims(dims, "a size"))
 
 
 def _slot_of(reference: bytes) -> int:
     return int.from_bytes(reference[1:], "little")
 
 
+def _is_reference(part: bytes) -> bool:
+    """Whether a part is only a reference; a size that is made here begins with one."""
+    return part[:1] in _REFERENCES and len(part) <= REFERENCE_BYTES
+
+
 def _is_new_text(part: bytes) -> bool:
     return part[0] == NEW_TEXT
 
 
-def _is_new_size(part: bytes) -> bool:
-    """Whether a size is made here, and not referred to or missing."""
-    return len(part) > REFERENCE_BYTES
-
-
-def _n_size_slots(part: bytes) -> int:
-    """How many slots of the memo a size fills: three, or two without a dimension.
-
-    One that is referred to, or missing, fills none.
-    """
-    if not _is_new_size(part):
-        return 0
-    return 2 if part[_reference_bytes(part)] == _EMPTY_TUPLE else 3
-
-
-def _n_key_slots(part: bytes) -> int:
-    """How many slots of the memo the offset in a key fills."""
-    return _n_size_slots(_groups(_key_pattern)(part)[1])
-
-
-def _reference_bytes(part: bytes) -> int:
-    return 2 if part[0] == _BINGET else REFERENCE_BYTES
-
-
 def _slot_read(part: bytes) -> int:
     """The memo slot that a part reads: -1 for a text or a size that is made here, or missing."""
-    if part and _is_new_text(part):
-        _new_text(part)
-        return -1
-    return _slot_of(part) if part and not _is_new_size(part) else -1
+    return _slot_of(part) if _is_reference(part) else -1
 
 
-def _new_text(part: bytes) -> str:
-    # The pattern ends a text at the first byte that can be MEMOIZE; the length decides.
-    if part[1] != len(part) - 3:
-        raise Unfit
-    try:
-        return str(part[2:-1], "utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        raise Unfit from None
-
-
-def _checked(value: object) -> Dims:
-    if not isinstance(value, tuple):
-        raise Unfit
-    try:
-        return checked_dims(value, "a size")
-    except Malformed:
-        raise Unfit from None
-
-
-def _int(part: bytes) -> int:
-    return int.from_bytes(part[2 if part[0] == _LONG1 else 1 :], "little")
-
-
-def _dims_of(part: bytes, position: int = 0) -> Dims:
-    """The integers of a tuple that is written from `position` on."""
-    dims: list[int] = []
-    if part[position] == _MARK:
-        position += 1
-    while part[position] == _LONG1 or part[position] in _INT_BYTES:
-        is_long = part[position] == _LONG1
-        begin = position + (2 if is_long else 1)
-        position = begin + (part[position + 1] if is_long else _INT_BYTES[part[position]])
-        dims.append(int.from_bytes(part[begin:position], "little"))
-    return tuple(dims)
+def _n_filled(machine: Machine, part: bytes) -> int:
+    """How many slots of the memo a part fills."""
+    return 0 if _is_reference(part) else _interpreted(machine, part)[1]
 
 
 # Chunks
@@ -529,7 +450,8 @@ def _chunk_pattern(hole: Hole, sizes: str) -> str:
 
 
 def _chunk_template(hole: Hole) -> str:
-    return _chunk_pattern(hole, f"({_slice_pattern(hole)})")
+    sizes = f"{_size_pattern(hole)}{hole('sizes')}{_size_pattern(hole)}"
+    return _chunk_pattern(hole, f"({sizes})")
 
 
 def _push_chunks(parts: Parts, machine: Machine, window: Window) -> int:
@@ -593,10 +515,12 @@ class StorageRun(Run):
 
 
 def _range_template(hole: Hole) -> str:
+    # An entry of bytes has no offset.
+    key = f"(?:{INT}|N)(?:{hole('offset')}{_size_pattern(hole)})?"
     return (
-        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({_key_pattern(hole)}){SET}"
+        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({key}){SET}"
         f"{hole(STORAGE_INFO)}{NEW}{hole('relative_path')}({TEXT})"
-        f"{hole('start')}({_span_pattern(hole)}){SET}"
+        f"{hole('start')}({INT}{hole('length')}{INT}){SET}"
     )
 
 
@@ -611,7 +535,7 @@ def _push_ranges(parts: Parts, machine: Machine, window: Window) -> int:
         INDEX,
         window.first_slot,
         read.first_slots[n_rows] - window.first_slot,
-        partial(_find_range_rows, window.without_rows()),
+        partial(_find_range_rows, parts, window.without_rows()),
         in_pairs=True,
     )
     run.fqns, run.keys, run.files = fqns[:n_rows], read.keys[:n_rows], files[:n_rows]
@@ -676,13 +600,11 @@ class _RangeRows:
         return kept
 
 
-def _find_range_rows(window: Window) -> Rows:
-    return window.find_rows(map(_n_range_slots, window.parts()))
-
-
-def _n_range_slots(row: Row) -> int:
-    fqn, key, file, *_ = row
-    return _RANGE_SLOTS + _is_new_text(fqn) + _n_key_slots(key) + _is_new_text(file)
+def _find_range_rows(parts: Parts, window: Window) -> Rows:
+    return window.find_rows(
+        _RANGE_SLOTS + _is_new_text(fqn) + parts.fills[key] + _is_new_text(file)
+        for fqn, key, file, *_ in window.parts()
+    )
 
 
 _PLAN_EXPECTS = {
@@ -721,7 +643,8 @@ def _plan_template(hole: Hole) -> str:
         rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})[\x88\x89]"
         rf"({REFERENCE})[\x88\x89]N?t\x94b"
     )
-    chunk = _chunk_pattern(hole, _slice_pattern(hole, ""))
+    sizes = f"({_size_pattern(hole)}){hole('sizes')}({_size_pattern(hole)})"
+    chunk = _chunk_pattern(hole, sizes)
     data = (
         f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk}|({REFERENCE}))"
         f"{hole('properties')}(?:{made_here}|({REFERENCE}))"
@@ -734,9 +657,13 @@ def _plan_template(hole: Hole) -> str:
 
 
 def _push_plans(parts: Parts, machine: Machine, window: Window) -> int:
-    n_slots = list(map(_n_plan_slots, window.rows))
+    columns = list(zip(*window.rows, strict=True))[:-1]
+    highest_reads = map(max, *(parts.reads.column(column) for column in columns))
+    filled = map(sum, zip(*(parts.fills.column(column) for column in columns), strict=False))
+    n_slots = [n + _n_object_slots(row) for n, row in zip(filled, window.rows, strict=False)]
     first_slots = accumulate(n_slots, initial=window.first_slot)
-    n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
+    n_rows = sum(takewhile(bool, map(lt, highest_reads, first_slots)))
+    n_rows = min(n_rows, len(n_slots))
     if not n_rows:
         return 0
     fqns = [row[0] for row in window.rows[:n_rows]]
@@ -751,24 +678,10 @@ def _push_plans(parts: Parts, machine: Machine, window: Window) -> int:
     return n_rows if machine.push_run(run, window.end, n_containers) else 0
 
 
-def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
-    """The highest memo slot that each row reads, up to a row that is unfit."""
-    columns: list[list[int]] = []
-    for read_parts in list(zip(*window.rows, strict=True))[:-1]:
-        column: list[int] = []
-        parts.slots.extend(column, read_parts)
-        columns.append(column)
-    return map(max, *columns)
-
-
-def _n_plan_slots(row: Row) -> int:
-    fqn, offset, _, slice_offsets, slice_sizes, _, dtype, _, _, _, size, _ = row
-    n_slots = _KEY_SLOTS + _is_new_text(fqn)
-    for part in (offset, slice_offsets, slice_sizes, size):
-        n_slots += _n_size_slots(part)
-    for has_object in (size, slice_sizes, dtype):
-        n_slots += _OBJECT_SLOTS if has_object else 0
-    return n_slots
+def _n_object_slots(row: Row) -> int:
+    """The slots of the item, its key, and the data, the chunk and the properties in it."""
+    _, _, _, _, slice_sizes, _, dtype, _, _, _, size, _ = row
+    return _KEY_SLOTS + _OBJECT_SLOTS * (bool(size) + bool(slice_sizes) + bool(dtype))
 
 
 def fast_path_shapes(machine: Machine) -> Mapping[str, FastPathShape]:

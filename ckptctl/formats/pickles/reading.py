@@ -290,7 +290,7 @@ class Machine:
         """Interpret the bytes of one row of a run after all, once."""
         if row not in run.replayed:
             memo = Memo(self.memo, run.rows.first_slots[row])
-            inner = Machine(self.data, self.grammar, self.opcodes, memo)
+            inner = Machine(run.rows.data, self.grammar, self.opcodes, memo)
             inner.taken = self.taken
             inner.pos, inner.end = run.rows.starts[row], run.rows.ends[row]
             inner.step_to_stop()

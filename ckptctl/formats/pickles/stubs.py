@@ -118,11 +118,12 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where each row of a run is: in the bytes, and in the memo.
+    """Where each row of a run is: in the bytes `data`, and in the memo.
 
     Row n fills the slots from `first_slots[n]` up to `first_slots[n + 1]`.
     """
 
+    data: bytes
     starts: array[int]
     ends: array[int]
     first_slots: array[int]
