@@ -419,8 +419,13 @@ def _slot_read(part: bytes) -> int:
 
 
 def _n_filled(machine: Machine, part: bytes) -> int:
-    """How many slots of the memo a part fills."""
-    return 0 if _is_reference(part) else _interpreted(machine, part)[1]
+    """How many slots of the memo a text or a size fills; one that is missing fills none."""
+    if not part or _is_reference(part):
+        return 0
+    values, n_slots = _interpreted(machine, part)
+    if len(values) != 1:
+        raise Unfit
+    return n_slots
 
 
 # Chunks
@@ -602,7 +607,7 @@ class _RangeRows:
 
 def _find_range_rows(parts: Parts, window: Window) -> Rows:
     return window.find_rows(
-        _RANGE_SLOTS + _is_new_text(fqn) + parts.fills[key] + _is_new_text(file)
+        _RANGE_SLOTS + _is_new_text(fqn) + parts.keys[key][2] + _is_new_text(file)
         for fqn, key, file, *_ in window.parts()
     )
 
