@@ -85,7 +85,7 @@ def test_no_number_of_rows_settles_it_as_another_verdict_than_all_rows(tmp_path)
 
     old.write_text(text(range(1, 41)))
     settled = set()
-    for last in range(22, 50):  # as many as a job may have logged when it is first looked at
+    for last in range(22, 50):  # as many as a job may have logged when it is first read
         new.write_text(text(range(21, last + 1)))
         worst = check_loss([str(old), str(new)], resume_step=20).worst
         settled |= {(last, worst.verdict.value)} if is_settled(worst) else set()
