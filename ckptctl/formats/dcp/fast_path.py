@@ -291,7 +291,7 @@ DIMS = rf"(?:\)|{INT}(?:\x85|{INT}(?:\x86|{INT}\x87))\x94|\({INT}{{4,{MAX_DIMS}}
 MAX_KNOWN = 262_144
 """How many parts of one kind are remembered: more than 16,384 ranks have places in tensors."""
 
-NEW_TEXT = 0x8C
+NEW_TEXT = b"\x8c"
 """SHORT_BINUNICODE: a text begins with it that is written here."""
 
 ChunkSlice = tuple[bytes, bytes, int]
@@ -351,14 +351,15 @@ class Parts:
 
 def _interpreted(machine: Machine, part: bytes) -> tuple[list[object], int]:
     """What the machine makes of a part: the values, and how many slots of the memo they fill."""
+    # The pattern ends a text at the first byte that can be MEMOIZE; the length decides.
+    if part[:1] == NEW_TEXT and part[1] != len(part) - 3:
+        raise Unfit
     memo = Memo(machine.memo, machine.memo.n_slots)
     inner = Machine(part + _STOP, machine.grammar, machine.opcodes, memo)
     try:
         inner.step_to_stop()
     except (MetadataUnreadable, MetadataUnsafe):
         raise Unfit from None
-    if inner.marks or inner.pos != inner.end:
-        raise Unfit
     return inner.stack, memo.n_slots - memo.first
 
 
@@ -410,7 +411,7 @@ def _is_reference(part: bytes) -> bool:
 
 
 def _is_new_text(part: bytes) -> bool:
-    return part[0] == NEW_TEXT
+    return part[:1] == NEW_TEXT
 
 
 def _slot_read(part: bytes) -> int:
@@ -422,10 +423,7 @@ def _n_filled(machine: Machine, part: bytes) -> int:
     """How many slots of the memo a text or a size fills; one that is missing fills none."""
     if not part or _is_reference(part):
         return 0
-    values, n_slots = _interpreted(machine, part)
-    if len(values) != 1:
-        raise Unfit
-    return n_slots
+    return _interpreted(machine, part)[1]
 
 
 # Chunks
@@ -563,8 +561,8 @@ class _RangeRows:
             *window.rows, strict=True
         )
         self.keys = parts.keys.column(key_parts)
-        self.new_fqns = [part[0] == NEW_TEXT for part in self.fqn_parts]
-        self.new_files = [part[0] == NEW_TEXT for part in self.file_parts]
+        self.new_fqns = list(map(_is_new_text, self.fqn_parts))
+        self.new_files = list(map(_is_new_text, self.file_parts))
         rows = zip(self.keys, self.new_fqns, self.new_files, strict=False)
         n_slots = [_RANGE_SLOTS + key[2] + new_fqn + new_file for key, new_fqn, new_file in rows]
         self.first_slots = list(accumulate(n_slots, initial=window.first_slot))
