@@ -115,6 +115,7 @@ _T = TypeVar("_T")
 _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
 
 
+@lru_cache(maxsize=1024)
 def plain_name(name: str) -> str:
     """The name without case, spaces and punctuation; a leading `_` is kept."""
     return _PUNCTUATION.sub("", name.lower())
@@ -136,6 +137,7 @@ def with_ignored(keys: Mapping[str, str], ignored: Iterable[str]) -> dict[str, s
     return {**keys, **{f"ignored {name}": name for name in ignored}}
 
 
+@lru_cache(maxsize=1024)
 def _within(name: str) -> str:
     """The plain name of a metric without the folders that loggers add."""
     return plain_name(_VALUE_OF.sub("", _FOLDERS.sub("", name.lower())))
@@ -160,8 +162,7 @@ class RowMaker:
         self._known: dict[str, tuple[str, int] | None] = {}
         self.used: set[str] = set()
         """The plain names of the key map that the log has."""
-        self.seen_losses: set[str] = set()
-        """The kinds of losses so far; with another kind, other names may be that of the loss."""
+        self._seen_losses: set[str] = set()
 
     @property
     def own(self) -> bool:
@@ -226,12 +227,12 @@ class RowMaker:
         """Whether a loss of this name is the mean of others in the same log."""
         within = _within(name)
         if within == _OF_STEPS:
-            self.seen_losses.add(_OF_STEPS)
-        if within == _OF_RUN and _OF_STEPS in self.seen_losses:
+            self._seen_losses.add(_OF_STEPS)
+        if within == _OF_RUN and _OF_STEPS in self._seen_losses:
             return True
         if plain_name(name) == _OF_EPOCH:
-            return _ANY in self.seen_losses
-        self.seen_losses.add(_ANY)
+            return _ANY in self._seen_losses
+        self._seen_losses.add(_ANY)
         return False
 
     def row_of(
@@ -347,8 +348,6 @@ _UNITS = {"%": -2, "ms": -3}
 
 # More digits than this are a whole float.
 _WHOLE_DIGITS = 15
-_MAX_FIXED = 15
-"""Characters of a number with a fixed number of decimals; a longer one may be a whole float."""
 
 
 def parse_number(text: str, *, is_fraction: bool = False) -> Number | None:
@@ -428,10 +427,7 @@ class Precision:
     significant digit is taken as printed with `least_digits`.
     """
 
-    __slots__ = (
-        *("_is_fraction", "_least_digits", "_number", "_powers", "_quantum", "_text"),
-        *("decimals", "digits", "whole"),
-    )
+    __slots__ = ("_is_fraction", "_least_digits", "_number", "_text", "decimals", "digits", "whole")
 
     def __init__(self, least_digits: int = 1, *, is_fraction: bool = False) -> None:
         self._least_digits = least_digits
@@ -439,54 +435,19 @@ class Precision:
         self._text = ""
         self._number: Number | None = None
         """What the last text was."""
-        self._quantum = 0.0
-        # The quantum of `d.ddde-05`, by where the exponent begins and what it is.
-        self._powers: dict[tuple[int, str], float] = {}
         self.decimals = -400
         self.digits = 0
         self.whole = False
 
     def read(self, text: str) -> Number | None:
         """The number that a text of this column is; None where it is none."""
-        if text == self._text:
-            return self._number
-        # Most numbers are printed as one before them was, which fixes their precision.
-        dot = text.find(".")
-        decimals = text[dot + 1 :]
-        quantum = None
-        if decimals.isdigit():
-            if (len(decimals) if dot >= 0 else 0) == self.decimals and len(text) <= _MAX_FIXED:
-                if text[0] in "123456789" and 2 < len(text) <= self.digits:
-                    quantum = self._quantum
-                else:
-                    significant = text.lstrip("+-0.")
-                    n_digits = len(significant) - ("." in significant)
-                    if self._least_digits <= n_digits <= self.digits:
-                        quantum = self._quantum
-        elif dot == 1 and text[0] != "0":
-            at = text.find("e", 2)
-            at = text.find("E", 2) if at < 0 else at
-            quantum = self._powers.get((at, text[at:]))
-        if quantum is None or self.whole:
-            self._text, self._number = text, self._parsed(text)
-        else:
-            try:
-                self._text, self._number = text, Number(float(text), quantum)
-            except ValueError:
-                return None
+        if text != self._text:
+            number = parse_number(text, is_fraction=self._is_fraction)
+            if number is not None and self._least_digits > 1:
+                number = at_least_digits(number, self._least_digits)
+            self._text = text
+            self._number = None if number is None else self.refine(number)
         return self._number
-
-    def _parsed(self, text: str) -> Number | None:
-        number = parse_number(text, is_fraction=self._is_fraction)
-        if number is None:
-            return None
-        if self._least_digits > 1:
-            number = at_least_digits(number, self._least_digits)
-        number = self.refine(number)
-        form = _SCIENTIFIC.fullmatch(text)
-        if form is not None and len(form[1]) > self._least_digits:
-            self._powers[form.start(2), form[2]] = number.quantum
-        return number
 
     def refine(self, number: Number) -> Number:
         """The number with the precision of its column; whole floats keep quantum 0."""
@@ -494,22 +455,15 @@ class Precision:
             self.whole = self.whole or math.isfinite(number.value)
             return Number(number.value, 0.0)
         decimals = _decimals_of(number.quantum)
-        if decimals > self.decimals:
-            self.decimals, self._quantum = decimals, power_of_ten(-decimals)
-            self._powers.clear()
+        self.decimals = max(self.decimals, decimals)
         power = -self.decimals
         if number.value:
             magnitude = math.floor(math.log10(abs(number.value)))
-            if magnitude + decimals + 1 > self.digits:
-                self.digits = magnitude + decimals + 1
-                self._powers.clear()
+            self.digits = max(self.digits, magnitude + decimals + 1)
             power = max(power, magnitude - self.digits + 1)
         if power >= -decimals:
             return number
         return Number(number.value, power_of_ten(power))
-
-
-_SCIENTIFIC = re.compile(r"([1-9]\.\d{1,12})([eE][-+]\d{1,3})")
 
 
 @lru_cache(maxsize=1024)

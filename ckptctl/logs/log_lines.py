@@ -68,9 +68,9 @@ class LineSplitter:
         first, self.number = self.number, self.number + data.count(b"\n")
         if b"\r" not in data and not self._prefix:
             self._prefix = None if first < self.number else self._prefix
-            return numbered(data, first)
+            return _numbered(data, first)
         found: list[Line] = []
-        for number, text in numbered(data, first):
+        for number, text in _numbered(data, first):
             parts = text.split("\r")
             for part in parts:
                 if not part and (len(parts) > 1 or self._prefix is not None):
@@ -83,29 +83,8 @@ class LineSplitter:
                 self._prefix = None
         return found
 
-    def lines_with(self, data: bytes, literal: str) -> list[Line] | None:
-        """As `lines`, but only those with a literal; None where `lines` has to be called.
 
-        Cost: lines without the literal are counted, and not split.
-        """
-        if b"\r" in data or self._prefix:
-            return None
-        number, self.number = self.number, self.number + data.count(b"\n")
-        self._prefix = None if number < self.number else self._prefix
-        text = data.decode("utf-8", "replace")
-        found: list[Line] = []
-        begin = 0
-        while (at := text.find(literal, begin)) >= 0:
-            start = max(begin, text.rfind("\n", begin, at) + 1)
-            end = text.find("\n", at)
-            end = len(text) if end < 0 else end
-            number += text.count("\n", begin, start)
-            found.append((number, text[start:end][:MAX_LINE]))
-            number, begin = number + 1, end + 1
-        return found
-
-
-def numbered(data: bytes, first: int) -> list[Line]:
+def _numbered(data: bytes, first: int) -> list[Line]:
     """The lines of some bytes, of which the first one has this number."""
     texts = data.decode("utf-8", "replace").split("\n")
     if not texts[-1]:

@@ -27,12 +27,11 @@ from ckptctl.logs.console import (
     BlockReader,
     HfConsoleReader,
     LineReader,
-    Templates,
     pattern_for,
     pattern_format,
 )
 from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS, LineFormat
-from ckptctl.logs.log_lines import Line, LineSplitter, numbered, split_launcher, stamp_end
+from ckptctl.logs.log_lines import LineSplitter, split_launcher, stamp_end
 from ckptctl.logs.records import JsonLinesReader, TableReader, has_values
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row, set_interval
 from ckptctl.outside_numbers import clamped, whole
@@ -123,43 +122,6 @@ HINTS: Sequence[bytes] = (
     *(b"esumed ", b"esuming ", b"esume ", b"accumulate_grad_batches"),
 )
 """Every marker's line contains one of these literals; other lines are not matched."""
-
-# With few kinds of characters kept, a line has a tenth of its length, and lines that differ
-# only in numbers are equal.
-_DROPPED = bytes(byte for byte in range(256) if byte not in b"chkpemngsud\n")
-_OUTLINES = tuple((hint.translate(None, _DROPPED), hint) for hint in HINTS)
-_MAX_OUTLINES = 4_000
-_MAX_OUTLINE_BYTES = 1_000
-
-
-class HintFinder:
-    """Finds the literals of `HINTS` in the blocks of a log.
-
-    A search of a block for every literal takes longer than all else that is done with a
-    log. The search is limited to lines whose outline (what is left of a line without most
-    characters) is new: a log consists of few kinds of lines.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[bytes] = set()
-
-    def find(self, block: bytes) -> list[bytes]:
-        """The literals that the lines of a block contain."""
-        new = set(block.translate(None, _DROPPED).split(b"\n")).difference(self._seen)
-        if not new:
-            return []
-        outlines = b"\n".join(new)
-        suspected = [each for each in _OUTLINES if each[0] in outlines]
-        if len(self._seen) > _MAX_OUTLINES:
-            self._seen.clear()
-        self._seen.update(
-            outline
-            for outline in new
-            if len(outline) <= _MAX_OUTLINE_BYTES
-            and not any(kept in outline for kept, _ in suspected)
-        )
-        return [hint for _, hint in suspected if hint in block]
-
 
 _ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
 
@@ -473,12 +435,10 @@ class TextLog(Log):
         self._earlier = earlier
         self._keys = keys
         self._splitter = LineSplitter()
-        self._markers = HintFinder()
         self._ranks = RankDeduplicator(None if earlier is None else earlier._ranks)
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
-        self._templates: dict[str, Templates] = {}
         self._readers: dict[tuple[str, Rank], RankReader] = {}
         # Rows of fallback formats, and the markers between them, in the order they were read.
         self._undecided: list[tuple[TextFormat | None, Rank, Row | Marker]] = []
@@ -526,8 +486,8 @@ class TextLog(Log):
             lines = data[:_BYTES_FOR_PATTERNS].decode(errors="replace").splitlines()
             patterns = (pattern_for(line[:MAX_MATCHED]) for line in lines[:_LINES_FOR_PATTERNS])
             self.pattern = next(filter(None, patterns), None)
-        marks = [mark.decode() for mark in self._markers.find(data)]
-        for number, text in self._lines(data, is_marked=bool(marks)):
+        marks = [hint.decode() for hint in HINTS if hint in data]
+        for number, text in self._splitter.lines(data):
             if marks and any(mark in text for mark in marks):
                 yield from self._marker_or_rows(text, number)
             elif text and self._may_have_row(text):
@@ -536,21 +496,6 @@ class TextLog(Log):
                 continue
             self._n_read += 1
             if self._n_read % _LINES_PER_CHECK == 0 and self._is_late(number):
-                return
-
-    def _lines(self, data: bytes, *, is_marked: bool) -> Iterator[Line]:
-        """The lines that are to be read; a format that is known may read few of them."""
-        hints = () if self._chosen is None or self._incomplete or is_marked else self._chosen.hints
-        first = self._splitter.number
-        lines = self._splitter.lines_with(data, hints[0]) if len(hints) == 1 and hints[0] else None
-        if lines is None:
-            yield from self._splitter.lines(data)
-            return
-        for line in lines:
-            yield line
-            if self._incomplete:
-                # The lines that follow are parts of this one.
-                yield from (later for later in numbered(data, first) if later[0] > line[0])
                 return
 
     def _may_have_row(self, text: str) -> bool:
@@ -669,7 +614,6 @@ class TextLog(Log):
     def _new_reader(self, form: TextFormat, rank: Rank) -> RankReader:
         reader = form.reader(self._keys)
         if isinstance(reader, LineReader):
-            reader.templates = self._templates.setdefault(form.name, reader.templates)
             before = {} if self._earlier is None else self._earlier._readers
             if isinstance(followed := before.get((form.name, rank)), LineReader):
                 reader.follow(followed)

@@ -404,12 +404,9 @@ def _tokens(resume: LoggedResume) -> Iterator[Finding]:
 Count = Callable[[Row], "Number | None"]
 
 
-def _tokens_of(row: Row) -> Number | None:
-    return row.tokens
-
-
-def _samples_of(row: Row) -> Number | None:
-    return row.samples
+_tokens_of: Count = attrgetter("tokens")
+_samples_of: Count = attrgetter("samples")
+_lr_of: Count = attrgetter("lr")
 
 
 def _count(resume: LoggedResume, what: str, count: Count) -> Finding | None:
@@ -608,10 +605,6 @@ def _twice(resume: LoggedResume, count: Count) -> Iterator[tuple[Row, Number, Nu
             a, b = count(earlier), count(row)
             if a is not None and b is not None:
                 yield row, a, b
-
-
-def _lr_of(row: Row) -> Number | None:
-    return row.lr
 
 
 def _learning_rate(resume: LoggedResume) -> Iterator[Finding]:

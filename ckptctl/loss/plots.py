@@ -1,8 +1,8 @@
 """Draw the loss around a resume as SVG, which references no other files.
 
-`curve_of` chooses the points; the terminal draws the same ones. The colours are distinguishable
-with any kind of colour vision, and each kind of point also has its own shape. Source of the
-colours: Okabe and Ito, Color Universal Design.
+`curve_of` chooses the points. The colours are distinguishable with any kind of colour vision, and
+each kind of point also has its own shape. Source of the colours: Okabe and Ito, Color Universal
+Design.
 """
 
 from __future__ import annotations
@@ -69,6 +69,18 @@ class Curve:
                 low, high = min(low, each), max(high, each)
         room = 0.05 * (high - low) or 0.01 * abs(high) or 0.01
         return (max(0.0, low - room) if low >= 0 else low - room), high + room
+
+    def x(self, step: float) -> float:
+        """Where a step is in the picture."""
+        first, last = self.steps
+        per_step = (WIDTH - _LEFT - _RIGHT) / max(1, last - first)
+        return round(_LEFT + (step - first) * per_step, 2)
+
+    def y(self, loss: float) -> float:
+        """Where a loss is in the picture; at its edge for one that is outside the range."""
+        low, high = self.losses
+        per_loss = (HEIGHT - _TOP - _BOTTOM) / (high - low)
+        return round(HEIGHT - _BOTTOM - (min(high, max(low, loss)) - low) * per_loss, 2)
 
 
 def curve_of(assessment: Assessment) -> Curve | None:
@@ -143,55 +155,36 @@ def _text(x: float, y: float, text: str, color: str = INK, *, anchor: str = "sta
 
 def _shapes(curve: Curve, verdict: LossVerdict, message: str) -> Iterator[str]:
     """The elements of a plot, in the order in which they are painted."""
-    scale = _Scale(curve)
     yield (
         f'<text x="{_LEFT}" y="26" fill="{_VERDICTS[verdict]}" font-size="18" '
         f'font-weight="bold">{verdict.value}</text>'
     )
     yield _text(_LEFT, 46, _fitted(message, WIDTH - _LEFT - _RIGHT))
-    yield from _axes(curve, scale)
+    yield from _axes(curve)
     if curve.limit is not None:
-        y = scale.y(curve.limit)
+        y = curve.y(curve.limit)
         yield _stroke(_LEFT, y, WIDTH - _RIGHT, y, _LIMIT, dashed=True)
     if curve.before:
-        x = scale.x(curve.first_step - 0.5)
+        x = curve.x(curve.first_step - 0.5)
         yield _stroke(x, _TOP, x, HEIGHT - _BOTTOM, INK, dashed=True)
         yield _text(x + 6, _TOP + 12, "resume")
     every = (curve.before, curve.overwritten, curve.after)
     for points, (_, color, radius, hollow) in zip(every, _KINDS, strict=True):
-        yield from _dots(points, scale, color, radius, hollow=hollow)
+        yield from _dots(points, curve, color, radius, hollow=hollow)
     yield from _legend(every, with_limit=curve.limit is not None)
 
 
-class _Scale:
-    def __init__(self, curve: Curve) -> None:
-        self._first, last = curve.steps
-        self._low, self._high = curve.losses
-        self._per_step = (WIDTH - _LEFT - _RIGHT) / max(1, last - self._first)
-        self._per_loss = (HEIGHT - _TOP - _BOTTOM) / (self._high - self._low)
-
-    def x(self, step: float) -> float:
-        return round(_LEFT + (step - self._first) * self._per_step, 2)
-
-    def holds(self, loss: float) -> bool:
-        return self._low <= loss <= self._high
-
-    def y(self, loss: float) -> float:
-        loss = min(self._high, max(self._low, loss))
-        return round(HEIGHT - _BOTTOM - (loss - self._low) * self._per_loss, 2)
-
-
-def _axes(curve: Curve, scale: _Scale) -> Iterator[str]:
+def _axes(curve: Curve) -> Iterator[str]:
     low, high = curve.losses
     for loss in _ticks(low, high, 6):
-        y = scale.y(loss)
+        y = curve.y(loss)
         yield _stroke(_LEFT, y, WIDTH - _RIGHT, y, FAINT)
         yield _text(_LEFT - 8, y + 4, f"{loss:.6g}", anchor="end")
     first, last = curve.steps
     base = HEIGHT - _BOTTOM
     for step in _ticks(first, last, 8):
         if step == int(step):
-            x = scale.x(step)
+            x = curve.x(step)
             yield _stroke(x, base, x, base + 5, INK)
             yield _text(x, base + 20, f"{step:,.0f}", anchor="middle")
     yield _stroke(_LEFT, base, WIDTH - _RIGHT, base, INK)
@@ -209,12 +202,13 @@ def _ticks(low: float, high: float, n: int) -> list[float]:
 
 
 def _dots(
-    points: Sequence[Point], scale: _Scale, color: str, radius: float, *, hollow: bool
+    points: Sequence[Point], curve: Curve, color: str, radius: float, *, hollow: bool
 ) -> Iterator[str]:
+    low, high = curve.losses
     for step, loss in points:
-        beyond = "" if scale.holds(loss) else ", outside the plot"
+        beyond = "" if low <= loss <= high else ", outside the plot"
         title = f"step {step:,}: {loss:.6g}{beyond}"
-        yield _dot(scale.x(step), scale.y(loss), radius, color, title, hollow=hollow)
+        yield _dot(curve.x(step), curve.y(loss), radius, color, title, hollow=hollow)
 
 
 def _legend(every: Sequence[Sequence[Point]], *, with_limit: bool) -> Iterator[str]:

@@ -420,7 +420,7 @@ class Template:
             return None
         differs = {identity.start: f"{identity.size}s"}
         for member in (elements, identity):
-            differs.update(dict.fromkeys(crc_offsets(directory, member, view), "I"))
+            differs.update(dict.fromkeys(crc_offsets(member), "I"))
         form, at = "<", elements.end
         for offset, each in sorted(differs.items()):
             if offset < at:

@@ -34,8 +34,14 @@ from ckptctl.errors import (
 )
 from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo
-from ckptctl.storage.contract import Closing, StoreKind, parts_of
-from ckptctl.storage.shared_places import HeldFolder, is_in_proc, open_place, open_stream
+from ckptctl.storage.contract import StoreKind, parts_of
+from ckptctl.storage.shared_places import (
+    Descriptor,
+    HeldFolder,
+    is_in_proc,
+    open_place,
+    open_stream,
+)
 from ckptctl.storage.waiting import Transient, beat, busy
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -155,15 +161,6 @@ def make_folder(name: str, *, within: int) -> None:
     os.fsync(within)
 
 
-def sync_folder(path: str) -> None:
-    """Make the entries of the folder at `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _write(
     name: str,
     data: Iterable[bytes | memoryview],
@@ -227,25 +224,6 @@ def _room(exc: OSError, folder: str) -> str:
 def _lacks_inodes(about: os.statvfs_result) -> bool:
     """Whether no file can be created although there is space; some file systems count none."""
     return about.f_files > 0 and about.f_favail == 0 and about.f_bavail > 0
-
-
-class Descriptor(Closing):
-    """An open file or folder; closed once, and never by the garbage collector.
-
-    `linked`: a link that leads out of the root was followed to it.
-    """
-
-    __slots__ = ("fd", "linked")
-
-    def __init__(self, fd: int, *, linked: bool = False) -> None:
-        self.fd = fd
-        self.linked = linked
-
-    def close(self) -> None:
-        """Close it; closing twice is no error."""
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
 
 
 class RootFolder:

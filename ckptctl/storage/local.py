@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -30,7 +30,6 @@ from ckptctl.storage.files import (
     FULL,
     PRIVATE,
     SHARED,
-    Descriptor,
     RootFolder,
     append_line_within,
     error_of,
@@ -43,7 +42,7 @@ from ckptctl.storage.files import (
     write_in_place,
 )
 from ckptctl.storage.in_flight import WIDTH, read_in_flight
-from ckptctl.storage.shared_places import HeldFolder
+from ckptctl.storage.shared_places import Descriptor, HeldFolder
 from ckptctl.storage.waiting import Retries, Transient, beat, busy, retried
 
 T = TypeVar("T")
@@ -329,29 +328,17 @@ class LocalStore(Closing):
         return found.st_dev, found.st_ino
 
     def _spans_in_turn(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
-        path, file = "", Descriptor(-1)
-        try:
+        with ExitStack() as stack:
+            path, file = None, None
             for span in spans:
-                if span.path != path:
-                    file.close()
-                    path = span.path
-                    file = self._tried(path, partial(self._root.file, path))
-                try:
-                    with busy(self._named(path)):
-                        data = self._exactly(file, span)
-                except OSError:
-                    # A stale descriptor stays stale; opening the path again may succeed.
-                    data = self._span(span)
-                yield span, data
-        finally:
-            file.close()
+                if file is None or span.path != path:
+                    stack.close()
+                    path, file = span.path, stack.enter_context(_LocalFile(self, span.path))
+                yield span, file.read(span)
 
     def _span(self, span: Span) -> bytes:
-        def once() -> bytes:
-            with self._root.file(span.path) as file:
-                return self._exactly(file, span)
-
-        return self._tried(span.path, once)
+        with _LocalFile(self, span.path) as file:
+            return file.read(span)
 
     def _exactly(self, file: Descriptor, span: Span) -> bytes:
         # The size bounds the allocation: the length comes from metadata, which may be wrong.
@@ -403,18 +390,25 @@ class _LocalFile(Closing):
         self._name = store._named(path)
         self._file = store._tried(path, partial(store._root.file, path))
 
+    def read(self, span: Span) -> bytes:
+        """The bytes of a span."""
+        return self._again_if_stale(lambda: self._store._exactly(self._file, span))
+
     def read_into(self, offset: int, *buffers: memoryview) -> None:
+        self._again_if_stale(lambda: self._fill(offset, buffers))
+
+    def _again_if_stale(self, once: Callable[[], T]) -> T:
         try:
             with busy(self._name):
-                self._fill(offset, buffers)
+                return once()
         except OSError:
             # A stale descriptor stays stale; opening the path again may succeed.
-            self._store._tried(self._path, partial(self._fill_anew, offset, buffers))
+            return self._store._tried(self._path, partial(self._anew, once))
 
-    def _fill_anew(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def _anew(self, once: Callable[[], T]) -> T:
         self._file.close()
         self._file = self._store._root.file(self._path)
-        self._fill(offset, buffers)
+        return once()
 
     def _fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
         n_bytes = sum(map(len, buffers))

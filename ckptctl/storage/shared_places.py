@@ -39,7 +39,6 @@ _MOST_LINKS = 40
 """As the kernel has it, by path_resolution(7)."""
 _MOST_TRIES = 8
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_PIECE = 1 << 20
 
 
 def trusted_users() -> frozenset[int]:
@@ -90,23 +89,36 @@ def _status_command(path: str) -> str:
     return f"ls -ld {shlex.quote(path)}"
 
 
-class HeldFolder(Closing):
+class Descriptor(Closing):
+    """An open file or folder; closed once, and never by the garbage collector.
+
+    `linked`: a link that leads out of the root was followed to it.
+    """
+
+    __slots__ = ("fd", "linked")
+
+    def __init__(self, fd: int, *, linked: bool = False) -> None:
+        self.fd = fd
+        self.linked = linked
+
+    def close(self) -> None:
+        """Close it; closing twice is no error."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+class HeldFolder(Descriptor):
     """A folder, held by its descriptor; `path` is how it was reached.
 
     What is done in it is done in this folder, whatever its path leads to by then.
     """
 
-    __slots__ = ("fd", "path")
+    __slots__ = ("path",)
 
     def __init__(self, path: str, fd: int) -> None:
+        super().__init__(fd)
         self.path = path
-        self.fd = fd
-
-    def close(self) -> None:
-        """Close the descriptor; closing twice is no error."""
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
 
     @property
     def about(self) -> os.stat_result:

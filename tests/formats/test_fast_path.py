@@ -157,6 +157,14 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     )
 
 
+def test_an_opcode_behind_a_text_changes_what_follows():
+    data = dumped(many(4, 6, with_plans=True))
+    texts = [n for n, byte in enumerate(data[:-1]) if byte == 0x8C and data[n + 1 :][:1] < b"\x80"]
+    for text in texts:
+        end = text + 2 + data[text + 1]
+        assert_shapes_change_nothing(data[:end] + b"N" + data[end:])
+
+
 def many(n_ranks: int, n_tensors: int, **how: object) -> Layout:
     """Tensors split over ranks along dimension 0, two shards a rank for every third of them."""
     tensors = {}

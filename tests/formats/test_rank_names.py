@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ckptctl.formats.families import grids_of
 from ckptctl.formats.frameworks.file_names import rank_in_name
-from ckptctl.formats.frameworks.layout_tables import TABLES, full_match, text_in
 from ckptctl.model import FileInfo
 
 
@@ -105,42 +100,6 @@ def test_a_name_that_claims_a_huge_grid_is_counted_and_not_listed():
 )
 def test_the_rank_is_in_the_name(path, rank):
     assert rank_in_name(path) == rank
-
-
-def patterns_in(value: object) -> Iterator[str]:
-    """Every text below a value that compiles as a pattern."""
-    if isinstance(value, str):
-        try:
-            re.compile(value)
-        except re.error:
-            return
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from patterns_in(each)
-
-
-PATTERNS = sorted(
-    {
-        *(row.name for row in TABLES.files),
-        *(p for field in TABLES.__struct_fields__ for p in patterns_in(getattr(TABLES, field))),
-    }
-)
-
-
-@given(st.data())
-@settings(max_examples=1_000, deadline=None)
-def test_a_name_that_a_pattern_matches_has_the_text_that_the_pattern_needs(data):
-    pattern = data.draw(st.sampled_from(PATTERNS))
-    name = data.draw(st.from_regex(pattern, fullmatch=True))
-    match = full_match(pattern, name)
-    assert match is not None, text_in(pattern)
-    assert match.groupdict() == re.fullmatch(pattern, name).groupdict()
-
-
-def test_most_names_of_files_need_a_text():
-    files = TABLES.files
-    assert sum(len(text_in(row.name)) > 3 for row in files) > len(files) * 3 / 4
 
 
 def test_the_generated_tables_are_up_to_date(monkeypatch):

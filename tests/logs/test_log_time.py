@@ -6,7 +6,7 @@ import pytest
 from hostile_inputs import LOGS
 from pattern_growth import MOST_GROWTH, TIMES_LONGER, growth, seconds
 
-from ckptctl.deadlines import Deadline
+from ckptctl.deadlines import BYTES_PER_S, Deadline
 from ckptctl.logs.fields import parse_clock, parse_number, parse_step
 from ckptctl.logs.reading import LogReader
 
@@ -38,6 +38,12 @@ def test_after_the_deadline_no_line_is_read_and_the_damage_states_it():
     whole = LogReader("train.log", deadline=Deadline())
     assert len([*whole.feed(lines), *whole.end()]) == 1000
     assert whole.damage is None
+
+
+@pytest.mark.parametrize("row", [b"%d,2.%03d\n", b"step %d loss 2.%03d\n"])
+def test_the_shortest_rows_of_a_long_log_take_a_part_of_the_time_for_their_bytes(row):
+    lines = b"step,loss\n" + b"".join(row % (n, n % 1000) for n in range(20_000))
+    assert seconds(lambda _: read(lines), "", 1) < len(lines) / BYTES_PER_S / 2
 
 
 HOSTILE = (

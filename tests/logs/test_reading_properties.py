@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from ckptctl.logs.fields import Precision, parse_number
 from ckptctl.logs.reading import LogReader
 from ckptctl.logs.rows import Marker, Row
-from ckptctl.logs.text_logs import HINTS, HintFinder
 from ckptctl.storage.logs import MAX_LINE
 
 SAMPLES = json.loads((Path(__file__).parent / "data" / "samples.json").read_text())
@@ -196,46 +195,6 @@ def test_a_zero_with_an_exponent_that_no_float_holds_is_a_zero():
     assert math.isfinite(parse_number("0e400").quantum)
 
 
-FEW = [0.0, 0.00012, 0.25, 0.5, 9.996, 99.5, 0.1 + 0.2]
-PRINTED_NUMBERS = st.builds(
-    str.format, st.sampled_from(["{:.4f}", "{:.1E}", "{!r}", "{:.1f}%"]), st.sampled_from(FEW)
-)
-
-
-PLACES = st.sampled_from(
-    [
-        "[2026-01-02 03:{n:02}:05] [step {step}] loss={loss}, lr=0.0002, step_time=1.25s",
-        "2026-01-02T03:12:{n:02}.5Z step {step}/9,999 | loss {loss} | eta 0:{n}:07 | 1.5 {n} it/s",
-        "Epoch 0:  30%|█{bar}  | {step}/900 [00:0{n}<00:07,  3.91it/s, loss={loss}, v=3]",
-        "[rank{rank}]: step: {step}  loss:  {loss}  memory:  1.07GiB({n}.13%)  mfu: 2.89%",
-        "iter {step}: loss {loss}, time {n}.5ms, mfu -1{n}.00%",
-        "a={n}:{loss} step {step} loss {loss} lr -{n}e-05",
-        "step {step}: loss {loss} group{n} lr={loss}e-3 ratio {n}:1.5 seen {n},000",
-    ]
-)
-
-
-def at_once(reader: LogReader, data: bytes) -> list[Row | Marker]:
-    """The rows of a reader that has no templates."""
-    found = []
-    for line in data.splitlines(keepends=True):
-        found += reader.feed(line)
-        for templates in getattr(reader.log, "_templates", {}).values():
-            templates.clear()
-    return [*found, *reader.end()]
-
-
-@settings(max_examples=300, deadline=None)
-@given(losses=st.lists(PRINTED_NUMBERS, min_size=1, max_size=60), place=PLACES)
-def test_a_line_of_a_known_form_is_read_as_the_first_one(losses, place):
-    lines = [
-        place.format(step=n + 10, n=n, loss=loss, rank=n % 3, bar="█" * (n % 4) + " " * (n % 3))
-        for n, loss in enumerate(losses)
-    ]
-    data = ("\n".join(lines) + "\n").encode()
-    assert read([data]) == at_once(LogReader("train.log"), data)
-
-
 def test_rows_of_several_ranks_and_widths_are_read():
     lines = [
         f"[rank{rank}]: step: {step}  loss: {9 - step / 300:.4f}  memory: 4.10GiB(4.34%)  "
@@ -258,12 +217,3 @@ def test_a_bar_without_a_line_end_has_all_its_steps():
     assert len(bars) > MAX_LINE
     rows = read([bars[at : at + 100_000] for at in range(0, len(bars), 100_000)])
     assert [row.step for row in rows] == [*range(1, 20_000)]
-
-
-@pytest.mark.parametrize("hint", HINTS)
-def test_every_literal_of_a_marker_is_found_in_a_block(hint):
-    finder = HintFinder()
-    assert finder.find(b"step: 5 loss: 2.5\n" * 50) == []
-    for _ in range(2):
-        assert hint in finder.find(b"[rank0]: step 5\n" + hint + b" x\n")
-    assert finder.find(b"step: 6 loss: 2.4\n" * 50) == []

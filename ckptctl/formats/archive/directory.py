@@ -80,7 +80,8 @@ class Member(NamedTuple):
 
     `name` is without the archive's folder (`data/0`), `path` is the whole name as
     it stands in the file. `header` is where the local header begins, `start` where
-    the `size` bytes of the member do, `following` where the next header does.
+    the `size` bytes of the member do, `following` where the next header does, and `entry`
+    where its entry in the directory does.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Member(NamedTuple):
     header: int
     start: int
     following: int
+    entry: int
 
     @property
     def end(self) -> int:
@@ -170,13 +172,14 @@ def parse_directory(tail: bytes, length: int) -> RecordDirectory:
     pos = len(tail) - _TRAILER - size
     if pos < 0:
         raise RecordUnreadable("its directory was not read")
-    end = pos + size
-    entries = []
+    end, before = pos + size, at - pos
+    entries: list[_PlacedEntry] = []
     for _ in range(n_members):
         if pos + _CENTRAL.size > end:
             raise RecordUnreadable("its directory ends within an entry")
+        place = pos + before
         entry, pos = _read_entry(tail, pos, end)
-        entries.append(entry)
+        entries.append((*entry, place))
     if pos != end:
         raise RecordUnreadable(f"{end - pos:,} bytes of its directory belong to no member")
     members = _laid_out(entries, at)
@@ -277,19 +280,12 @@ def _read_trailer(tail: bytes, length: int) -> tuple[int, int]:
     return n_members, size
 
 
-def crc_offsets(directory: RecordDirectory, of: Member, view: Readable) -> tuple[int, ...]:
+def crc_offsets(of: Member) -> tuple[int, ...]:
     """Where the CRC-32 of a member is stored: in its descriptor and in the directory.
 
-    The directory was read. A member without bytes has no descriptor.
+    A member without bytes has no descriptor.
     """
-    data = view.get(directory.at, directory.length - _TRAILER) or b""
-    pos = 0
-    for member in directory.members:
-        if member is of:
-            break
-        n_path, n_extra = _CENTRAL.unpack_from(data, pos)[10:12]
-        pos += _CENTRAL.size + n_path + n_extra
-    in_directory = directory.at + pos + _CENTRAL_CRC
+    in_directory = of.entry + _CENTRAL_CRC
     return (of.end + _DESCRIPTOR_CRC, in_directory) if of.size else (in_directory,)
 
 
@@ -299,6 +295,8 @@ _DESCRIPTOR_CRC = 4
 
 _Entry = tuple[str, str, bytes, int, int, int, int]
 """Folder, name, path, flags, CRC, size, offset of the local header."""
+_PlacedEntry = tuple[str, str, bytes, int, int, int, int, int]
+"""The same, and where the entry begins."""
 
 
 def _read_entry(tail: bytes, pos: int, end: int) -> tuple[_Entry, int]:
@@ -348,7 +346,7 @@ def _split_path(path: bytes) -> tuple[str, str]:
     return folder, "/".join(parts)
 
 
-def _laid_out(entries: list[_Entry], directory_at: int) -> tuple[Member, ...]:
+def _laid_out(entries: list[_PlacedEntry], directory_at: int) -> tuple[Member, ...]:
     """The members in their places: each begins where the one before it ends."""
     names = {entry[1] for entry in entries}
     if len({name.lower() for name in names}) != len(entries):  # torch's reader ignores case
@@ -359,13 +357,13 @@ def _laid_out(entries: list[_Entry], directory_at: int) -> tuple[Member, ...]:
         raise RecordUnreadable("it holds no `version` and `data.pkl`, as torch's archives do")
     members = []
     following = directory_at
-    for _, name, path, flags, crc, size, header in reversed(entries):
+    for _, name, path, flags, crc, size, header, entry in reversed(entries):
         start = following - _descriptor_size(flags, size, header) - size
         if bool(flags & _HAS_DESCRIPTOR) != bool(size):
             raise RecordUnreadable(f"its member {name!r} of {size:,} bytes has flags 0x{flags:04x}")
         if not 0 <= start - header - _LOCAL.size - len(path) <= _MAX_EXTRA:
             raise RecordUnreadable(f"its member {name!r} does not end where the next one begins")
-        members.append(Member(name, path, flags, crc, size, header, start, following))
+        members.append(Member(name, path, flags, crc, size, header, start, following, entry))
         following = header
     if following != 0:
         raise RecordUnreadable(f"{following:,} bytes lie before its first member")

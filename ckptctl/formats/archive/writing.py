@@ -284,10 +284,9 @@ def check_frame(directory: RecordDirectory, view: Readable) -> None:
     Checks what was read of it, after `check_headers`. The members must agree in the
     fields without a meaning, whatever their values: a later torch may write others.
     """
-    pos = directory.at
     usual: tuple[list[bytes], list[bytes]] | None = None
     for member in directory.members:
-        entry = view.get(pos, pos + _CENTRAL)
+        entry = view.get(member.entry, member.entry + _CENTRAL)
         header = view.get(member.header, member.start)
         if entry is None or header is None:
             return
@@ -299,8 +298,6 @@ def check_frame(directory: RecordDirectory, view: Readable) -> None:
                 "members before it"
             )
         usual = alike
-        n_extra = int.from_bytes(entry[30:32], "little")
-        pos += _CENTRAL + len(member.path) + n_extra
 
 
 def _check_extra(member: Member, extra: bytes) -> None:
