@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
+from typing import NamedTuple
 
 from ckptctl.outside_numbers import clamped, finite, moment_of, whole
 
@@ -72,12 +73,39 @@ def _offset_s(zone: str | None) -> int:
 def clock_in(text: str) -> float | None:
     """The first date with a time in a text; also a time of the day at its beginning."""
     match = _IN_A_LINE.search(text)
-    if match is None:
-        return None
+    return None if match is None else _seconds_in(match)
+
+
+def _seconds_in(match: re.Match[str]) -> float | None:
     parts = match.groupdict()
     if parts["y_us"] is not None:
         parts |= {"y": parts["y_us"], "mo": parts["mo_us"], "d": parts["d_us"]}
     return seconds_of(parts)
+
+
+class ClockPlace(NamedTuple):
+    """Where a time begins, where its seconds do, and where it ends, in front of its zone."""
+
+    begin: int
+    second: int
+    end: int
+    is_utc: bool
+
+
+def clock_place(text: str) -> ClockPlace | None:
+    """The place of the time of `clock_in`; None without one."""
+    match = _IN_A_LINE.search(text)
+    if match is None or _seconds_in(match) is None:
+        return None
+    zone = match["z"]
+    end = match.end() if zone is None else match.start("z")
+    return ClockPlace(match.start(), match.start("s"), end, not _offset_s(zone))
+
+
+@lru_cache(maxsize=64)
+def minute_in(text: str) -> float | None:
+    """The time of a text that ends before the seconds, as `2026-11-20 03:12:`."""
+    return clock_in(f"{text}00")
 
 
 def in_seconds(number: float) -> float | None:

@@ -3,20 +3,146 @@
 `formats` describes the lines. A line that a terminal or a log collector wrapped is joined
 again. `BLOCK_FORMATS` are a heading that names the step, then one metric per line. The Hugging
 Face trainer prints a dictionary without a step, followed by a progress bar that shows it.
+
+A trainer prints the same line at every step, with other numbers. Once a line is parsed by its
+format, a template of it finds the same values in the next ones: all text between the values is
+equal, up to its numbers and the width of its blanks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.errors import OptionError
-from ckptctl.logs.clocks import clock_in
-from ckptctl.logs.fields import FIELDS, RowMaker, parse_step
+from ckptctl.logs.clocks import clock_in, clock_place, minute_in
+from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
 from ckptctl.logs.formats import PATTERNS, BlockFormat, LineFormat
 from ckptctl.logs.log_lines import stamp_end
 from ckptctl.logs.rows import LogPosition, Number, RankReader, Row
 from ckptctl.outside_numbers import clamped, whole
+
+_MAX_TEMPLATES = 12
+"""With how many a line is compared."""
+_MAX_COMPILED = 100
+"""Of a log whose lines have more forms, the others are parsed by their format: to compile a
+template takes as long as to parse twenty lines."""
+_NUMBER = r"\d{1,20}(?:\.\d{0,20})?(?:[eE][-+]?\d{1,4})?"
+_GROUPED = r"\d[\d,]{0,20}"
+_PRINTED = re.compile(rf"([-+]?)({_NUMBER}|{_GROUPED})([a-zA-Z%]{{0,3}})")
+_BLANK = r"[ #\u2500-\u259f]+"
+"""Blanks, and what a bar is drawn with."""
+_BETWEEN = re.compile(rf"(?<![A-Za-z_])\d[\d.,:]*|{_BLANK}")
+_RUNS_ON = re.compile(r"\d[.,:]*$")
+_CLOCK = ("minute", "second", "fraction")
+_SECONDS = {f"{second:02}": second for second in range(61)}
+
+
+class Template:
+    """A form of line: the fields of its values, and the pattern that finds them.
+
+    A field is a group of the pattern; `minute`, `second` and `fraction` are those of its time.
+    """
+
+    __slots__ = ("_clock", "_fields", "_groups", "fullmatch")
+
+    def __init__(self, fields: Sequence[str], pattern: str) -> None:
+        places = {field: number for number, field in enumerate(fields, 1)}
+        self._clock = tuple(places.pop(part) for part in _CLOCK if part in places)
+        self._fields, self._groups = tuple(places), tuple(places.values())
+        self.fullmatch = re.compile(pattern).fullmatch
+
+    def found(self, match: re.Match[str]) -> tuple[dict[str, str], float | None] | None:
+        """The text of each field of a line that matches, and its time; None without a valid one."""
+        texts = dict(zip(self._fields, match.group(*self._groups), strict=True))
+        if not self._clock:
+            return texts, None
+        minute, second, *fraction = match.group(*self._clock)
+        minute_s, second_s = minute_in(minute), _SECONDS.get(second)
+        if minute_s is None or second_s is None:
+            return None
+        at_s = minute_s + second_s
+        return texts, at_s + float(f"0.{fraction[0]}") if fraction else at_s
+
+
+class Templates:
+    """The templates of one log, the one that matched last first."""
+
+    def __init__(self) -> None:
+        self._templates: list[Template] = []
+        self._n_compiled = 0
+
+    def read(self, text: str) -> tuple[dict[str, str], float | None] | None:
+        """The text of each field of a line, and its time; None for a line of a new form."""
+        for n, template in enumerate(self._templates):
+            match = template.fullmatch(text)
+            if match is not None:
+                if n:
+                    self._templates.insert(0, self._templates.pop(n))
+                return template.found(match)
+        return None
+
+    def learn(self, text: str, spans: Mapping[str, tuple[int, int]], clock_from: int) -> None:
+        """Keep the form of a line whose fields are at `spans`.
+
+        Its time is the first one behind `clock_from`.
+        """
+        if self._n_compiled >= _MAX_COMPILED:
+            return
+        template = _template(text, dict(spans), clock_from)
+        if template is not None:
+            self._n_compiled += 1
+            self._templates.insert(0, template)
+            del self._templates[_MAX_TEMPLATES:]
+
+    def clear(self) -> None:
+        """Forget all: the fields of the lines are now others."""
+        self._templates.clear()
+
+
+def _template(text: str, spans: dict[str, tuple[int, int]], clock_from: int) -> Template | None:
+    patterns: dict[str, str] = {}
+    for field, (begin, end) in spans.items():
+        value = _PRINTED.fullmatch(text, begin, end)
+        if value is None or text[end : end + 1].isdigit() or _RUNS_ON.search(text, 0, begin):
+            return None
+        number = _GROUPED if "," in value[2] else _NUMBER
+        patterns[field] = f"({re.escape(value[1])}{number}{re.escape(value[3])})"
+    place = clock_place(text[clock_from:])
+    if place is not None:
+        if not place.is_utc:
+            return None
+        begin, second, end = (clock_from + at for at in place[:3])
+        minute = re.sub(r"\d", "0", text[begin:second])
+        spans["minute"] = begin, second
+        patterns["minute"] = f"({re.escape(minute)})".replace("0", r"\d")
+        spans["second"], patterns["second"] = (second, second + 2), r"(\d\d)"
+        if end > second + 2:
+            spans["fraction"], patterns["fraction"] = (second + 3, end), r"(\d{1,9})"
+    pattern, at = "", 0
+    fields = sorted(spans, key=spans.__getitem__)
+    for field in fields:
+        begin, end = spans[field]
+        if begin < at:
+            return None  # the format reads one text as two fields
+        pattern += _between(text, at, begin) + patterns[field]
+        at = end
+    return Template(fields, pattern + _between(text, at, len(text)))
+
+
+def _between(text: str, begin: int, end: int) -> str:
+    """The pattern of a text between two values."""
+    parts, at = [], begin
+    for match in _BETWEEN.finditer(text, begin, end):
+        run = match[0]
+        if run[0].isdecimal():
+            run = r"\d[\d.,:]*"
+        elif run != " ":
+            run = _BLANK if run.strip(" ") else " +"
+        parts += [re.escape(text[at : match.start()]), run]
+        at = match.end()
+    return "".join([*parts, re.escape(text[at:end])])
+
 
 _MAX_WRAPS = 8
 
@@ -82,6 +208,9 @@ def pattern_for(line: str) -> str | None:
 
 
 _OF_STEP = ("step", "epoch", "per", "it")
+_IN_TEMPLATES = frozenset((*_OF_STEP, *NUMBERS, "step_time_ms", "interval"))
+
+Span = tuple[int, int]
 
 
 class LineReader(RankReader):
@@ -93,6 +222,8 @@ class LineReader(RankReader):
         self._pairs = re.compile(form.pairs) if form.pairs else None
         self._tail = re.compile(form.tail) if form.tail else None
         self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
+        self.templates = Templates()
+        """Those of all ranks of the log."""
         self._held: tuple[str, str, LogPosition] | None = None
         self._joined = ""
         self._n_wraps = 0
@@ -113,6 +244,8 @@ class LineReader(RankReader):
 
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
+        if self._held is None and (found := self.templates.read(text)) is not None:
+            return self._in_order(self._row(*found, position), text)
         stamp, head = "", self._head.search(text) if self.format.hint in text else None
         if head is None and self.format.hint in text and (begin := stamp_end(text)):
             stamp, text = text[:begin], text[begin:]
@@ -186,16 +319,25 @@ class LineReader(RankReader):
     def _parsed(
         self, stamp: str, text: str, head: re.Match[str], position: LogPosition
     ) -> Sequence[Row]:
-        groups = {name: value for name, value in head.groupdict().items() if value}
-        named = [pair for pair in groups.items() if pair[0] in FIELDS]
+        spans = {name: head.span(name) for name, value in head.groupdict().items() if value}
+        named = [*((name, span) for name, span in spans.items() if name in FIELDS)]
         named += self._named(text, head.start())
         best = self._maker.best(named)
-        if "loss" in best and self._maker.is_repeated(best["loss"][2]):
-            del best["loss"]
-        texts = {field: value for field, (_, value, _) in best.items()}
-        texts |= {name: groups[name] for name in _OF_STEP if name in groups}
+        if "loss" in best:
+            n_kinds = len(self._maker.seen_losses)
+            if self._maker.is_repeated(best["loss"][2]):
+                del best["loss"]
+            if len(self._maker.seen_losses) > n_kinds:
+                self.templates.clear()  # another name may be that of the loss from here on
+        of_step = {name: span for name, span in spans.items() if name in _OF_STEP}
+        places = {**{field: span for field, (_, span, _) in best.items()}, **of_step}
+        texts = {field: text[slice(*span)] for field, span in places.items()}
         at_s = clock_in(text)
         row = self._row(texts, clock_in(stamp) if at_s is None else at_s, position)
+        if row and "loss" in best and places.keys() <= _IN_TEMPLATES:
+            n = len(stamp)
+            moved = {field: (n + begin, n + end) for field, (begin, end) in places.items()}
+            self.templates.learn(stamp + text, moved, 0 if at_s is None else n)
         return self._in_order(row, stamp + text)
 
     def _in_order(self, rows: Sequence[Row], line: str) -> Sequence[Row]:
@@ -204,14 +346,15 @@ class LineReader(RankReader):
             return rows
         return self._order.rows(rows[0], line)
 
-    def _named(self, text: str, start: int) -> Sequence[tuple[str, str]]:
-        """The names in a line, and the texts of their values."""
+    def _named(self, text: str, start: int) -> Iterator[tuple[str, Span]]:
+        """The names in a line, and where their values are."""
         if self._pairs is None:
-            return ()
-        pairs: list[tuple[str, str]] = self._pairs.findall(text, start)
+            return
+        for match in self._pairs.finditer(text, start):
+            yield match[1], match.span(2)
         if "tok" in text:
-            pairs += [("tok/s", rate) for rate in _RATES.findall(text, start)]
-        return pairs
+            for match in _RATES.finditer(text, start):
+                yield "tok/s", match.span(1)
 
     def _row(self, texts: dict[str, str], at: float | None, position: LogPosition) -> Sequence[Row]:
         step = self._step(texts)

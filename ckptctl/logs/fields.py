@@ -115,7 +115,6 @@ _T = TypeVar("_T")
 _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
 
 
-@lru_cache(maxsize=1024)
 def plain_name(name: str) -> str:
     """The name without case, spaces and punctuation; a leading `_` is kept."""
     return _PUNCTUATION.sub("", name.lower())
@@ -137,7 +136,6 @@ def with_ignored(keys: Mapping[str, str], ignored: Iterable[str]) -> dict[str, s
     return {**keys, **{f"ignored {name}": name for name in ignored}}
 
 
-@lru_cache(maxsize=1024)
 def _within(name: str) -> str:
     """The plain name of a metric without the folders that loggers add."""
     return plain_name(_VALUE_OF.sub("", _FOLDERS.sub("", name.lower())))
@@ -162,7 +160,8 @@ class RowMaker:
         self._known: dict[str, tuple[str, int] | None] = {}
         self.used: set[str] = set()
         """The plain names of the key map that the log has."""
-        self._seen_losses: set[str] = set()
+        self.seen_losses: set[str] = set()
+        """The kinds of losses so far; with another kind, other names may be that of the loss."""
 
     @property
     def own(self) -> bool:
@@ -227,12 +226,12 @@ class RowMaker:
         """Whether a loss of this name is the mean of others in the same log."""
         within = _within(name)
         if within == _OF_STEPS:
-            self._seen_losses.add(_OF_STEPS)
-        if within == _OF_RUN and _OF_STEPS in self._seen_losses:
+            self.seen_losses.add(_OF_STEPS)
+        if within == _OF_RUN and _OF_STEPS in self.seen_losses:
             return True
         if plain_name(name) == _OF_EPOCH:
-            return _ANY in self._seen_losses
-        self._seen_losses.add(_ANY)
+            return _ANY in self.seen_losses
+        self.seen_losses.add(_ANY)
         return False
 
     def row_of(

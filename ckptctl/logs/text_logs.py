@@ -27,6 +27,7 @@ from ckptctl.logs.console import (
     BlockReader,
     HfConsoleReader,
     LineReader,
+    Templates,
     pattern_for,
     pattern_format,
 )
@@ -439,6 +440,7 @@ class TextLog(Log):
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
+        self._templates: dict[str, Templates] = {}
         self._readers: dict[tuple[str, Rank], RankReader] = {}
         # Rows of fallback formats, and the markers between them, in the order they were read.
         self._undecided: list[tuple[TextFormat | None, Rank, Row | Marker]] = []
@@ -614,6 +616,7 @@ class TextLog(Log):
     def _new_reader(self, form: TextFormat, rank: Rank) -> RankReader:
         reader = form.reader(self._keys)
         if isinstance(reader, LineReader):
+            reader.templates = self._templates.setdefault(form.name, reader.templates)
             before = {} if self._earlier is None else self._earlier._readers
             if isinstance(followed := before.get((form.name, rank)), LineReader):
                 reader.follow(followed)

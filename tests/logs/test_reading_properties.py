@@ -195,6 +195,46 @@ def test_a_zero_with_an_exponent_that_no_float_holds_is_a_zero():
     assert math.isfinite(parse_number("0e400").quantum)
 
 
+FEW = [0.0, 0.00012, 0.25, 0.5, 9.996, 99.5, 0.1 + 0.2]
+PRINTED_NUMBERS = st.builds(
+    str.format, st.sampled_from(["{:.4f}", "{:.1E}", "{!r}", "{:.1f}%"]), st.sampled_from(FEW)
+)
+
+
+PLACES = st.sampled_from(
+    [
+        "[2026-01-02 03:{n:02}:05] [step {step}] loss={loss}, lr=0.0002, step_time=1.25s",
+        "2026-01-02T03:12:{n:02}.5Z step {step}/9,999 | loss {loss} | eta 0:{n}:07 | 1.5 {n} it/s",
+        "Epoch 0:  30%|█{bar}  | {step}/900 [00:0{n}<00:07,  3.91it/s, loss={loss}, v=3]",
+        "[rank{rank}]: step: {step}  loss:  {loss}  memory:  1.07GiB({n}.13%)  mfu: 2.89%",
+        "iter {step}: loss {loss}, time {n}.5ms, mfu -1{n}.00%",
+        "a={n}:{loss} step {step} loss {loss} lr -{n}e-05",
+        "step {step}: loss {loss} group{n} lr={loss}e-3 ratio {n}:1.5 seen {n},000",
+    ]
+)
+
+
+def at_once(reader: LogReader, data: bytes) -> list[Row | Marker]:
+    """The rows of a reader that has no templates."""
+    found = []
+    for line in data.splitlines(keepends=True):
+        found += reader.feed(line)
+        for templates in getattr(reader.log, "_templates", {}).values():
+            templates.clear()
+    return [*found, *reader.end()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(losses=st.lists(PRINTED_NUMBERS, min_size=1, max_size=60), place=PLACES)
+def test_a_line_of_a_known_form_is_read_as_the_first_one(losses, place):
+    lines = [
+        place.format(step=n + 10, n=n, loss=loss, rank=n % 3, bar="█" * (n % 4) + " " * (n % 3))
+        for n, loss in enumerate(losses)
+    ]
+    data = ("\n".join(lines) + "\n").encode()
+    assert read([data]) == at_once(LogReader("train.log"), data)
+
+
 def test_rows_of_several_ranks_and_widths_are_read():
     lines = [
         f"[rank{rank}]: step: {step}  loss: {9 - step / 300:.4f}  memory: 4.10GiB(4.34%)  "
