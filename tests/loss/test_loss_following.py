@@ -92,6 +92,23 @@ def test_no_number_of_rows_settles_it_as_another_verdict_than_all_rows(tmp_path)
     assert settled == {(last, "continuous") for last in range(41, 50)}
 
 
+def test_rows_that_were_written_twice_settle_it_once_a_new_step_follows(tmp_path):
+    old, new = tmp_path / "old.log", tmp_path / "new.log"
+
+    def text(steps):
+        rows = [(n, 0.7 + 0.05 * sin(7 * n), 0.5 + 0.1 * sin(3 * n)) for n in steps]
+        return "".join(f"step {n}, loss {loss}, step_time {took}\n" for n, loss, took in rows)
+
+    old.write_text(text(range(1, 41)))
+    settled = {}
+    for last in range(22, 50):
+        new.write_text(text(range(21, last + 1)))
+        worst = check_loss([str(old), str(new)], resume_step=20).worst
+        if worst is not None and is_settled(worst):
+            settled[last] = [finding.code for finding in worst.findings]
+    assert settled == dict.fromkeys(range(41, 50), ["loss.copied"])
+
+
 def test_a_log_that_grows_is_followed_to_the_verdict(tmp_path):
     before, after = parts(resumed())
     log = tmp_path / "train.jsonl"

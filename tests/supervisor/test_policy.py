@@ -200,9 +200,7 @@ def test_an_attempt_that_runs_is_not_counted():
         ({"restart": Restart.YES}, ("job-code",), Decision.RESTART),
     ],
 )
-def test_a_failure_that_comes_again_stops(
-    about: dict, before: tuple[str, ...], decision: Decision
-):
+def test_a_failure_that_comes_again_stops(about: dict, before: tuple[str, ...], decision: Decision):
     past = [attempt(cause=failure) for failure in before]
     assert after(FAILED, *past, cause=cause(**about)).decision is decision
     assert after(FAILED, *past, cause=cause(**about), hang=HANG).decision is Decision.RESTART
