@@ -106,7 +106,7 @@ def test_rows_that_were_written_twice_settle_it_once_a_new_step_follows(tmp_path
         worst = check_loss([str(old), str(new)], resume_step=20).worst
         if worst is not None and is_settled(worst):
             settled[last] = [finding.code for finding in worst.findings]
-    assert settled == dict.fromkeys(range(41, 50), ["loss.copied"])
+    assert settled == {last: ["loss.copied"] for last in range(41, 50)}
 
 
 def test_a_log_that_grows_is_followed_to_the_verdict(tmp_path):

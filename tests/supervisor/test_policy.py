@@ -27,6 +27,7 @@ from ckptctl.supervisor.policy import (
 SOUND = RootState(0, "", 300, holds_steps=True)
 FAILED = Ended(1, 10.0, None, None, asked=False)
 HANG = Hang("no report")
+USUAL = BudgetOptions()
 
 
 def attempt(number: int = 1, **about: object) -> Attempt:
@@ -49,7 +50,7 @@ def after(
     *past: Attempt,
     seen: RootState = SOUND,
     best: int | None = 300,
-    options: BudgetOptions = BudgetOptions(),
+    options: BudgetOptions = USUAL,
     **about: object,
 ) -> Conclusion:
     return decide(past, ended._replace(**about), seen, best, options)
