@@ -21,10 +21,14 @@ each time; only numbers and names differ. So:
   the memo for all its slots; when the pickle refers to one of them, the bytes
   of the run are interpreted after all.
 
-The machine interprets the parts, too: in half a million objects most of them come again and again,
-so each is interpreted when it is first met and looked up in `Parts` from then on.
+`Parts` decodes names, sizes and numbers: in half a million objects most of them come again
+and again, so each is decoded when it is first met and looked up from then on.
 
-There are three shapes. A *chunk* is a `ChunkStorageMetadata` with its two sizes.
+There are four shapes. A *chunk* is a `ChunkStorageMetadata` with its two sizes. A *tensor entry*
+is a name, its `TensorStorageMetadata` and all of its chunks; taking it whole matters where
+tensors are many and ranks are few. On the stack stands what the machine would have made, but
+for the chunks, which are one `ChunkRun`. A tensor whose chunks do not fit into a window is
+left to the machine, and its chunks to the shape of chunks.
 
 A *byte range* is a `MetadataIndex`, the key, and the `_StorageInfo` that it leads to. Each rank
 sent its own results to the coordinator, so names and files are written anew for each rank, and
@@ -45,22 +49,24 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, compress, islice, takewhile
 from operator import itemgetter, lt
 from typing import Generic, TypeVar
 
-from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.dcp.metadata import (
     CHUNK,
     INDEX,
     NO_HINT,
     PROPERTIES,
     STORAGE_INFO,
+    TENSOR,
     WRITE_DATA,
     WRITE_ITEM,
+    Dims,
     Span,
     packed,
+    unpacked,
 )
 from ckptctl.formats.pickles.reading import Machine
 from ckptctl.formats.pickles.stubs import (
@@ -68,9 +74,9 @@ from ckptctl.formats.pickles.stubs import (
     SIZE,
     Function,
     Malformed,
-    Memo,
     Rows,
     Run,
+    Stub,
     checked_dims,
 )
 
@@ -114,6 +120,21 @@ def _size_pattern(hole: Hole) -> str:
     return rf"(?:{hole('Size')}{DIMS}\x85\x94R\x94|{REFERENCE})"
 
 
+def _slice_pattern(hole: Hole, group: str = "?:") -> str:
+    """The pattern of where a chunk begins and its size; with "" for `group`, each is a group."""
+    return f"({group}{_size_pattern(hole)}){hole('sizes')}({group}{_size_pattern(hole)})"
+
+
+def _key_pattern(hole: Hole, group: str = "?:") -> str:
+    """The pattern of the hint and the offset in a key; an entry of bytes has no offset."""
+    return f"({group}{INT}|N)(?:{hole('offset')}({group}{_size_pattern(hole)}))?"
+
+
+def _span_pattern(hole: Hole, group: str = "?:") -> str:
+    """The pattern of where a record begins, and of its length."""
+    return f"({group}{INT}){hole('length')}({group}{INT})"
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Objects of one shape, one behind the other, from `start` to `end`.
@@ -153,7 +174,7 @@ class Window:
         spans = [match.span() for match in self.matches()]
         starts, ends = zip(*spans, strict=True)
         first_slots = array("q", accumulate(n_slots, initial=self.first_slot))
-        return Rows(self.data, array("q", starts), array("q", ends), first_slots)
+        return Rows(array("q", starts), array("q", ends), first_slots)
 
 
 def _literal(references: Holes) -> Hole:
@@ -170,15 +191,18 @@ class FastPathShape:
 
     `template` is the pattern of one object, its groups the parts that differ;
     `expects` states for each hole in it what the reference must stand for. `push`
-    makes a `Run` of a window, pushes it, and returns how many rows are in it.
+    makes a `Run` of a window, pushes it, and returns how many rows are in it. `begins`
+    are the opcodes that an object of the shape can begin with.
     """
 
     def __init__(
         self,
         template: Callable[[Hole], str],
         expects: Mapping[str, Test],
-        push: Callable[[Machine, Window], int],
+        push: Callable[[Machine, Window, Holes], int],
+        begins: tuple[bytes, ...] = (b"h", b"j"),
     ) -> None:
+        self._begins = begins
         self._template = template
         self._expects = expects
         self._push = push
@@ -189,13 +213,14 @@ class FastPathShape:
 
     def take(self, machine: Machine) -> None:
         """Take as many objects of the shape as follow, or none."""
-        while machine.data[machine.pos : machine.pos + 1] in _REFERENCES:
+        while machine.data[machine.pos : machine.pos + 1] in self._begins:
             window = self._window(machine)
             if window is None and self._learn(machine):
                 window = self._window(machine)
             if window is None:
                 return
-            n_rows = self._push(machine, window)
+            holes = dict(zip(self._expects, self._references, strict=True))
+            n_rows = self._push(machine, window, holes)
             fits = n_rows == len(window.rows)
             self._n_bytes = (
                 min(2 * self._n_bytes, MAX_WINDOW) if fits else max(self._n_bytes // 2, MIN_WINDOW)
@@ -270,9 +295,6 @@ def _open_holes() -> Hole:
 REFERENCE = r"(?:h.|j.{4})"
 """BINGET or LONG_BINGET."""
 
-_REFERENCES = (b"h", b"j")
-"""Their opcodes. An object begins with a reference to its class."""
-
 REFERENCE_BYTES = 5
 """The length of a reference at most."""
 
@@ -291,8 +313,11 @@ DIMS = rf"(?:\)|{INT}(?:\x85|{INT}(?:\x86|{INT}\x87))\x94|\({INT}{{4,{MAX_DIMS}}
 MAX_KNOWN = 262_144
 """How many parts of one kind are remembered: more than 16,384 ranks have places in tensors."""
 
-NEW_TEXT = b"\x8c"
+_BINGET, _LONG1, _MARK, _EMPTY_TUPLE = 0x68, 0x8A, 0x28, 0x29
+NEW_TEXT = 0x8C
 """SHORT_BINUNICODE: a text begins with it that is written here."""
+
+_INT_BYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 
 ChunkSlice = tuple[bytes, bytes, int]
 """Where a chunk begins, its size, both `packed`, and the memo slots that they fill."""
@@ -303,7 +328,7 @@ Key = tuple[int, bytes | None, int]
 Meaning = TypeVar("Meaning")
 
 
-class Unfit(Malformed):
+class Unfit(Exception):
     """A part that has the form of its kind but is none."""
 
 
@@ -326,7 +351,7 @@ class Known(dict[bytes, Meaning], Generic[Meaning]):
         # What was appended before the exception stays in the list.
         try:
             column.extend(map(self.__getitem__, islice(parts, len(column), None)))
-        except Malformed:
+        except Unfit:
             return
 
     def column(self, parts: Sequence[bytes]) -> list[Meaning]:
@@ -341,92 +366,152 @@ class Parts:
 
     # The decoders refer to the machine and not to the parts: no cycle keeps either in memory.
     def __init__(self, machine: Machine) -> None:
-        self.slices = Known(partial(_slice, machine))
-        self.keys = Known(partial(_key, machine))
-        self.spans = Known(partial(_span, machine))
+        sizes = Known(partial(_size, machine))
+        self.sizes = sizes
+        self.slices = Known(partial(_slice, _groups(_slice_pattern), sizes))
+        self.keys = Known(partial(_key, _groups(_key_pattern), sizes))
+        self.spans = Known(partial(_span, _groups(_span_pattern)))
         self.texts = Known(partial(_text, machine))
-        self.reads = Known(_slot_read)
-        self.fills = Known(partial(_n_filled, machine))
-
-
-def _interpreted(machine: Machine, part: bytes) -> tuple[list[object], int]:
-    """What the machine makes of a part: the values, and how many slots of the memo they fill."""
-    # The pattern ends a text at the first byte that can be MEMOIZE; the length decides.
-    if part[:1] == NEW_TEXT and part[1] != len(part) - 3:
-        raise Unfit
-    memo = Memo(machine.memo, machine.memo.n_slots)
-    inner = Machine(part + _STOP, machine.grammar, machine.opcodes, memo)
-    try:
-        inner.step_to_stop()
-    except (MetadataUnreadable, MetadataUnsafe):
-        raise Unfit from None
-    return inner.stack, memo.n_slots - memo.first
-
-
-_STOP = b"."
-
-
-def _slice(machine: Machine, part: bytes) -> ChunkSlice:
-    match _interpreted(machine, part):
-        case [tuple(offset), _, tuple(size)], n_slots:
-            return _packed(offset), _packed(size), n_slots
-    raise Unfit
-
-
-def _key(machine: Machine, part: bytes) -> Key:
-    match _interpreted(machine, part):
-        case [None | int() as hint, *rest], n_slots:
-            offset = _packed(rest[1]) if rest else None
-            return NO_HINT if hint is None else hint, offset, n_slots
-    raise Unfit
-
-
-def _span(machine: Machine, part: bytes) -> Span:
-    match _interpreted(machine, part):
-        case [int(start), _, int(length)], _:
-            return start, length, ()
-    raise Unfit
+        self.slots = Known(_slot_read)
+        self.referred = partial(_referred, machine)
 
 
 def _text(machine: Machine, part: bytes) -> str:
-    match _interpreted(machine, part):
-        case [str(text)], _:
-            return text
-    raise Unfit
-
-
-def _packed(dims: object) -> bytes:
-    if not isinstance(dims, tuple):
+    if _is_new_text(part):
+        return _new_text(part)
+    text = _referred(machine, part)
+    if not isinstance(text, str):
         raise Unfit
-    return packed(checked_dims(dims, "a size"))
+    return text
+
+
+def _size(machine: Machine, part: bytes) -> bytes:
+    if not _is_new_size(part):
+        return packed(_checked(_referred(machine, part)))
+    return packed(_dims_of(part, _reference_bytes(part)))
+
+
+Groups = Callable[[bytes], Row]
+
+
+@cache
+def _groups(pattern: Callable[[Hole, str], str]) -> Groups:
+    """Splits a part; its references were compared when the object was matched."""
+    compiled = re.compile(pattern(lambda _: REFERENCE, "").encode("latin-1"), re.DOTALL)
+
+    def split(part: bytes) -> Row:
+        match = compiled.fullmatch(part)
+        if match is None:
+            raise Unfit
+        return match.groups(b"")
+
+    return split
+
+
+def _slice(split: Groups, sizes: Known[bytes], part: bytes) -> ChunkSlice:
+    offset, size = split(part)
+    return sizes[offset], sizes[size], _n_size_slots(offset) + _n_size_slots(size)
+
+
+def _key(split: Groups, sizes: Known[bytes], part: bytes) -> Key:
+    hint, offset = split(part)
+    return (
+        NO_HINT if hint == b"N" else _int(hint),
+        sizes[offset] if offset else None,
+        _n_size_slots(offset),
+    )
+
+
+def _span(split: Groups, part: bytes) -> Span:
+    start, length = split(part)
+    return _int(start), _int(length), ()
+
+
+def _referred(machine: Machine, reference: bytes) -> object:
+    """What the memo holds for the argument of BINGET or LONG_BINGET."""
+    slot = _slot_of(reference)
+    if slot >= machine.memo.n_slots:
+        raise Unfit
+    return machine.recall(slot)
 
 
 def _slot_of(reference: bytes) -> int:
     return int.from_bytes(reference[1:], "little")
 
 
-def _is_reference(part: bytes) -> bool:
-    """Whether a part is only a reference; a size that is made here begins with one."""
-    return part[:1] in _REFERENCES and len(part) <= REFERENCE_BYTES
-
-
 def _is_new_text(part: bytes) -> bool:
-    return part[:1] == NEW_TEXT
+    return part[0] == NEW_TEXT
+
+
+def _is_new_size(part: bytes) -> bool:
+    """Whether a size is made here, and not referred to or missing."""
+    return len(part) > REFERENCE_BYTES
+
+
+def _n_size_slots(part: bytes) -> int:
+    """How many slots of the memo a size fills: three, or two without a dimension.
+
+    One that is referred to, or missing, fills none.
+    """
+    if not _is_new_size(part):
+        return 0
+    return 2 if part[_reference_bytes(part)] == _EMPTY_TUPLE else 3
+
+
+def _n_key_slots(part: bytes) -> int:
+    """How many slots of the memo the offset in a key fills."""
+    return _n_size_slots(_groups(_key_pattern)(part)[1])
+
+
+def _reference_bytes(part: bytes) -> int:
+    return 2 if part[0] == _BINGET else REFERENCE_BYTES
 
 
 def _slot_read(part: bytes) -> int:
     """The memo slot that a part reads: -1 for a text or a size that is made here, or missing."""
-    return _slot_of(part) if _is_reference(part) else -1
+    if part and _is_new_text(part):
+        _new_text(part)
+        return -1
+    return _slot_of(part) if part and not _is_new_size(part) else -1
 
 
-def _n_filled(machine: Machine, part: bytes) -> int:
-    """How many slots of the memo a text or a size fills; one that is missing fills none."""
-    if not part or _is_reference(part):
-        return 0
-    return _interpreted(machine, part)[1]
+def _new_text(part: bytes) -> str:
+    # The pattern ends a text at the first byte that can be MEMOIZE; the length decides.
+    if part[1] != len(part) - 3:
+        raise Unfit
+    try:
+        return str(part[2:-1], "utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise Unfit from None
 
 
-# Chunks
+def _checked(value: object) -> Dims:
+    if not isinstance(value, tuple):
+        raise Unfit
+    try:
+        return checked_dims(value, "a size")
+    except Malformed:
+        raise Unfit from None
+
+
+def _int(part: bytes) -> int:
+    return int.from_bytes(part[2 if part[0] == _LONG1 else 1 :], "little")
+
+
+def _dims_of(part: bytes, position: int = 0) -> Dims:
+    """The integers of a tuple that is written from `position` on."""
+    dims: list[int] = []
+    if part[position] == _MARK:
+        position += 1
+    while part[position] == _LONG1 or part[position] in _INT_BYTES:
+        is_long = part[position] == _LONG1
+        begin = position + (2 if is_long else 1)
+        position = begin + (part[position + 1] if is_long else _INT_BYTES[part[position]])
+        dims.append(int.from_bytes(part[begin:position], "little"))
+    return tuple(dims)
+
+
+# Chunks, and entries of tensors
 
 CHUNK_EXPECTS = {
     CHUNK: _is_class(CHUNK),
@@ -446,6 +531,19 @@ class ChunkRun(Run):
 
     slices: list[ChunkSlice]
 
+    def known_at(self, slot: int) -> Dims | None:
+        """One of the sizes, where both of its row were made there."""
+        first_slots = list(accumulate(_n_chunk_slots(self.slices), initial=self.first_slot))
+        row = bisect_right(first_slots, slot) - 1
+        offset, size, n_slots = self.slices[row]
+        n_each = 3 if offset else 2
+        if n_slots != 2 * n_each:
+            return None
+        end_slot = first_slots[row + 1]
+        if slot == end_slot - 1:
+            return unpacked(size)
+        return unpacked(offset) if slot == end_slot - 1 - n_each else None
+
 
 def _chunk_pattern(hole: Hole, sizes: str) -> str:
     """The pattern of a chunk; `sizes` is that of both."""
@@ -453,21 +551,26 @@ def _chunk_pattern(hole: Hole, sizes: str) -> str:
 
 
 def _chunk_template(hole: Hole) -> str:
-    sizes = f"{_size_pattern(hole)}{hole('sizes')}{_size_pattern(hole)}"
-    return _chunk_pattern(hole, f"({sizes})")
+    return _chunk_pattern(hole, f"({_slice_pattern(hole)})")
 
 
-def _push_chunks(parts: Parts, machine: Machine, window: Window) -> int:
+def _push_chunks(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
     slices = parts.slices.column([row[0] for row in window.rows])
     if not slices:
         return 0
-    window = window.first(len(slices)).without_rows()
+    window = window.first(len(slices))
+    place = window.without_rows()
+    run = _run_of(slices, window.first_slot, lambda _: place)
+    return len(slices) if machine.push_run(run, window.end, run.n_slots) else 0
+
+
+def _run_of(slices: list[ChunkSlice], first_slot: int, find: Callable[[int], Window]) -> ChunkRun:
     n_slots = _CHUNK_SLOTS * len(slices) + sum(map(_SLOTS_OF_SIZES, slices))
     run = ChunkRun(
-        CHUNK, window.first_slot, n_slots, lambda: window.find_rows(_n_chunk_slots(slices))
+        CHUNK, first_slot, n_slots, lambda: find(first_slot).find_rows(_n_chunk_slots(slices))
     )
     run.slices = slices
-    return len(slices) if machine.push_run(run, window.end, n_slots) else 0
+    return run
 
 
 _SLOTS_OF_SIZES = itemgetter(2)
@@ -476,6 +579,173 @@ _SLOTS_OF_SIZES = itemgetter(2)
 def _n_chunk_slots(slices: Iterable[ChunkSlice]) -> Iterator[int]:
     """How many slots of the memo each chunk fills."""
     return (_CHUNK_SLOTS + one[2] for one in slices)
+
+
+_TENSOR_EXPECTS = {
+    TENSOR: _is_class(TENSOR),
+    "properties": _is_text("properties"),
+    PROPERTIES: _is_class(PROPERTIES),
+    "size": _is_text("size"),
+    "chunks": _is_text("chunks"),
+    **CHUNK_EXPECTS,
+}
+
+
+def _tensor_template(hole: Hole) -> str:
+    # EMPTY_TUPLE NEWOBJ MEMOIZE MARK, five or six properties, TUPLE MEMOIZE BUILD.
+    made_here = (
+        rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})([\x88\x89])({REFERENCE})"
+        rf"([\x88\x89])((?:N|{REFERENCE}|{DIMS})?)t\x94b"
+    )
+    head = (
+        f"({TEXT}){hole(TENSOR)}{NEW}{hole('properties')}(?:{made_here}|({REFERENCE}))"
+        f"{hole('size')}({_size_pattern(hole)}){hole('chunks')}"
+    )
+    # EMPTY_LIST MEMOIZE, then batches of chunks with APPENDS, or one chunk with APPEND.
+    # A hole that comes again refers to its first place.
+    chunk, each, one = (_chunk_pattern(hole, _slice_pattern(hole)) for _ in range(3))
+    several = rf"\((?:{each})+e|{one}a"
+    return rf"{head}\]\x94((?:(?=\(?{chunk})(?:{several})+)?){SET}"
+
+
+class TensorRun(Run):
+    """Entries of tensors. They are on the stack themselves; the memo reads its slots from here."""
+
+    __slots__ = ("entries", "first_slots")
+
+    entries: list[_Entry]
+    first_slots: array[int]
+
+    def known_at(self, slot: int) -> object:
+        """What is on the stack or in it, the name, or the run of chunks that fills the slot."""
+        row = bisect_right(self.first_slots, slot) - 1
+        entry, position = self.entries[row], slot - self.first_slots[row]
+        return entry.head[position] if position < len(entry.head) else entry.chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One entry: what its first slots in the memo hold, None where only a replay decides."""
+
+    name: str
+    tensor: Stub
+    head: list[object]
+    chunks: ChunkRun | None
+
+    @property
+    def n_slots(self) -> int:
+        """How many slots of the memo it fills."""
+        return len(self.head) + (self.chunks.n_slots if self.chunks else 0)
+
+
+class _TensorReader:
+    """Makes entries of rows; what recurs in them is made once."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._properties: dict[Row, Stub] = {}
+
+    def push(self, machine: Machine, window: Window, holes: Holes) -> int:
+        """Push the entries of a window, up to one that is unfit."""
+        place = window.without_rows()
+        # What is between the chunks of a list (MARK, APPENDS, APPEND) is no part of any.
+        pattern = _compiled_chunks(*(holes[name] for name in CHUNK_EXPECTS))
+        entries: list[_Entry] = []
+        first_slots = array("q", [window.first_slot])
+        for number, row in enumerate(window.rows):
+            chunks_at = partial(_chunks_at, place, number, pattern)
+            try:
+                entries.append(self._entry(row, first_slots[-1], pattern, chunks_at))
+            except Unfit:
+                break
+            first_slots.append(first_slots[-1] + entries[-1].n_slots)
+        if not entries:
+            return 0
+        end = window.first(len(entries)).end
+        place = replace(place, end=end)
+        n_slots = first_slots[-1] - window.first_slot
+        n_each = [entry.n_slots for entry in entries]
+        run = TensorRun(TENSOR, window.first_slot, n_slots, partial(place.find_rows, n_each))
+        run.entries, run.first_slots = entries, first_slots
+        n_texts = sum(_is_new_text(row[0]) for row in window.rows[: len(entries)])
+        values = [value for entry in entries for value in (entry.name, entry.tensor)]
+        if not machine.push_run(run, end, n_slots - n_texts, values):
+            return 0
+        machine.taken.update(id(entry.tensor.state) for entry in entries)
+        return len(entries)
+
+    def _entry(
+        self,
+        row: Row,
+        first_slot: int,
+        pattern: re.Pattern[bytes],
+        chunks_at: Callable[[int], Window],
+    ) -> _Entry:
+        fqn, *made_here, properties, size, chunks, _ = row
+        name, shape = self._parts.texts[fqn], unpacked(self._parts.sizes[size])
+        tensor, chunk_list = Stub(TENSOR), list[object]()
+        its_properties = (
+            self._parts.referred(properties)
+            if properties
+            else self._properties_made_of(tuple(made_here))
+        )
+        state = {"properties": its_properties, "size": shape, "chunks": chunk_list}
+        tensor.build(state)
+        head: list[object] = [name, tensor, state] if _is_new_text(fqn) else [tensor, state]
+        if not properties:
+            head += [its_properties, *_strides_made_of(made_here[-1]), None]
+        if n_slots := _n_size_slots(size):
+            head += [*[None] * (n_slots - 1), shape]
+        head.append(chunk_list)
+        if not chunks:
+            return _Entry(name, tensor, head, None)
+        parts: list[bytes] = pattern.findall(chunks)
+        slices = self._parts.slices.column(parts)
+        if len(slices) < len(parts):
+            raise Unfit
+        run = _run_of(slices, first_slot + len(head), chunks_at)
+        chunk_list.append(run)
+        return _Entry(name, tensor, head, run)
+
+    def _properties_made_of(self, parts: Row) -> Stub:
+        if parts not in self._properties:
+            dtype, layout, requires_grad, memory_format, pin_memory, strides = parts
+            state: list[object] = [
+                self._parts.referred(dtype),
+                self._parts.referred(layout),
+                requires_grad == _TRUE,
+                self._parts.referred(memory_format),
+                pin_memory == _TRUE,
+            ]
+            if strides[:1] in (b"h", b"j"):
+                state.append(self._parts.referred(strides))
+            elif strides:
+                state.append(None if strides == b"N" else _dims_of(strides))
+            self._properties[parts] = Stub(PROPERTIES)
+            self._properties[parts].build(tuple(state))
+        return self._properties[parts]
+
+
+_TRUE = b"\x88"
+_CHUNKS = 10
+"""The group of `_tensor_template` that has the chunks."""
+
+
+def _strides_made_of(part: bytes) -> tuple[Dims, ...]:
+    """The strides, if they are a tuple that is put into the memo."""
+    return () if part[:1] in (b"", b"N", b"h", b"j", b")") else (_dims_of(part),)
+
+
+@lru_cache(maxsize=16)
+def _compiled_chunks(*references: bytes) -> re.Pattern[bytes]:
+    template = _chunk_template(_literal(dict(zip(CHUNK_EXPECTS, references, strict=True))))
+    return re.compile(template.encode("latin-1"), re.DOTALL)
+
+
+def _chunks_at(place: Window, number: int, pattern: re.Pattern[bytes], first_slot: int) -> Window:
+    """The chunks of entry `number`."""
+    start, end = next(islice(place.matches(), number, None)).span(_CHUNKS)
+    return Window(place.data, pattern, [], start, end, first_slot)
 
 
 # Byte ranges, and items of plans
@@ -518,16 +788,14 @@ class StorageRun(Run):
 
 
 def _range_template(hole: Hole) -> str:
-    # An entry of bytes has no offset.
-    key = f"(?:{INT}|N)(?:{hole('offset')}{_size_pattern(hole)})?"
     return (
-        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({key}){SET}"
+        f"{hole(INDEX)}{NEW}{hole('fqn')}({TEXT}){hole('index')}({_key_pattern(hole)}){SET}"
         f"{hole(STORAGE_INFO)}{NEW}{hole('relative_path')}({TEXT})"
-        f"{hole('start')}({INT}{hole('length')}{INT}){SET}"
+        f"{hole('start')}({_span_pattern(hole)}){SET}"
     )
 
 
-def _push_ranges(parts: Parts, machine: Machine, window: Window) -> int:
+def _push_ranges(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
     read = _RangeRows(parts, window)
     fqns, files = read.texts(read.fqn_parts), read.texts(read.file_parts)
     n_rows = min(len(fqns), len(files))
@@ -538,7 +806,7 @@ def _push_ranges(parts: Parts, machine: Machine, window: Window) -> int:
         INDEX,
         window.first_slot,
         read.first_slots[n_rows] - window.first_slot,
-        partial(_find_range_rows, parts, window.without_rows()),
+        partial(_find_range_rows, window.without_rows()),
         in_pairs=True,
     )
     run.fqns, run.keys, run.files = fqns[:n_rows], read.keys[:n_rows], files[:n_rows]
@@ -561,8 +829,8 @@ class _RangeRows:
             *window.rows, strict=True
         )
         self.keys = parts.keys.column(key_parts)
-        self.new_fqns = list(map(_is_new_text, self.fqn_parts))
-        self.new_files = list(map(_is_new_text, self.file_parts))
+        self.new_fqns = [part[0] == NEW_TEXT for part in self.fqn_parts]
+        self.new_files = [part[0] == NEW_TEXT for part in self.file_parts]
         rows = zip(self.keys, self.new_fqns, self.new_files, strict=False)
         n_slots = [_RANGE_SLOTS + key[2] + new_fqn + new_file for key, new_fqn, new_file in rows]
         self.first_slots = list(accumulate(n_slots, initial=window.first_slot))
@@ -603,11 +871,13 @@ class _RangeRows:
         return kept
 
 
-def _find_range_rows(parts: Parts, window: Window) -> Rows:
-    return window.find_rows(
-        _RANGE_SLOTS + _is_new_text(fqn) + parts.keys[key][2] + _is_new_text(file)
-        for fqn, key, file, *_ in window.parts()
-    )
+def _find_range_rows(window: Window) -> Rows:
+    return window.find_rows(map(_n_range_slots, window.parts()))
+
+
+def _n_range_slots(row: Row) -> int:
+    fqn, key, file, *_ = row
+    return _RANGE_SLOTS + _is_new_text(fqn) + _n_key_slots(key) + _is_new_text(file)
 
 
 _PLAN_EXPECTS = {
@@ -646,8 +916,7 @@ def _plan_template(hole: Hole) -> str:
         rf"{hole(PROPERTIES)}\)\x81\x94\(({REFERENCE})({REFERENCE})[\x88\x89]"
         rf"({REFERENCE})[\x88\x89]N?t\x94b"
     )
-    sizes = f"({_size_pattern(hole)}){hole('sizes')}({_size_pattern(hole)})"
-    chunk = _chunk_pattern(hole, sizes)
+    chunk = _chunk_pattern(hole, _slice_pattern(hole, ""))
     data = (
         f"{hole(WRITE_DATA)}{NEW}{hole('chunk')}(?:{chunk}|({REFERENCE}))"
         f"{hole('properties')}(?:{made_here}|({REFERENCE}))"
@@ -659,14 +928,10 @@ def _plan_template(hole: Hole) -> str:
     )
 
 
-def _push_plans(parts: Parts, machine: Machine, window: Window) -> int:
-    columns = list(zip(*window.rows, strict=True))[:-1]
-    highest_reads = map(max, *(parts.reads.column(column) for column in columns))
-    filled = map(sum, zip(*(parts.fills.column(column) for column in columns), strict=False))
-    n_slots = [n + _n_object_slots(row) for n, row in zip(filled, window.rows, strict=False)]
+def _push_plans(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+    n_slots = list(map(_n_plan_slots, window.rows))
     first_slots = accumulate(n_slots, initial=window.first_slot)
-    n_rows = sum(takewhile(bool, map(lt, highest_reads, first_slots)))
-    n_rows = min(n_rows, len(n_slots))
+    n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
     if not n_rows:
         return 0
     fqns = [row[0] for row in window.rows[:n_rows]]
@@ -681,16 +946,32 @@ def _push_plans(parts: Parts, machine: Machine, window: Window) -> int:
     return n_rows if machine.push_run(run, window.end, n_containers) else 0
 
 
-def _n_object_slots(row: Row) -> int:
-    """The slots of the item, its key, and the data, the chunk and the properties in it."""
-    _, _, _, _, slice_sizes, _, dtype, _, _, _, size, _ = row
-    return _KEY_SLOTS + _OBJECT_SLOTS * (bool(size) + bool(slice_sizes) + bool(dtype))
+def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
+    """The highest memo slot that each row reads, up to a row that is unfit."""
+    columns: list[list[int]] = []
+    for read_parts in list(zip(*window.rows, strict=True))[:-1]:
+        column: list[int] = []
+        parts.slots.extend(column, read_parts)
+        columns.append(column)
+    return map(max, *columns)
+
+
+def _n_plan_slots(row: Row) -> int:
+    fqn, offset, _, slice_offsets, slice_sizes, _, dtype, _, _, _, size, _ = row
+    n_slots = _KEY_SLOTS + _is_new_text(fqn)
+    for part in (offset, slice_offsets, slice_sizes, size):
+        n_slots += _n_size_slots(part)
+    for has_object in (size, slice_sizes, dtype):
+        n_slots += _OBJECT_SLOTS if has_object else 0
+    return n_slots
 
 
 def fast_path_shapes(machine: Machine) -> Mapping[str, FastPathShape]:
     """The shapes of metadata in one reading, by the object after which each is tried."""
     parts = Parts(machine)
+    tensors = _TensorReader(parts).push
     return {
+        TENSOR: FastPathShape(_tensor_template, _TENSOR_EXPECTS, tensors, (b"h", b"j", b"\x8c")),
         CHUNK: FastPathShape(_chunk_template, CHUNK_EXPECTS, partial(_push_chunks, parts)),
         STORAGE_INFO: FastPathShape(_range_template, _RANGE_EXPECTS, partial(_push_ranges, parts)),
         WRITE_ITEM: FastPathShape(_plan_template, _PLAN_EXPECTS, partial(_push_plans, parts)),

@@ -8,8 +8,8 @@ that is not there does not exist for the decoder. `pickles` reads the pickle; he
 become columns, and each chunk gets its byte range.
 
 torch's loader looks a byte range up by (FQN, offset); the index in the key is a hint that it may
-ignore. `ChunkColumns` are the chunks of a tensor while that is being answered: their slices, and
-the range that each was given so far.
+ignore. A `ChunkTable` has the chunks while that is being answered: their slices, and the range that
+each was given so far.
 
 Whether the metadata is complete, or fits the files, is for `inspection`.
 
@@ -254,6 +254,35 @@ class ChunkColumns:
             self.files[position], self.spans[position] = self.files[first], self.spans[first]
 
 
+class ChunkTable:
+    """The chunks of all tensors by FQN.
+
+    `numbers` are those of the files, in the order in which they are first named.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, ChunkColumns] = {}
+        self.numbers: defaultdict[str, int] = defaultdict()
+        self.numbers.default_factory = self.numbers.__len__
+
+    def place_run(self, run: StorageRun) -> list[int]:
+        """Give the chunks of a run their byte ranges; the rows whose hint does not lead to one."""
+        tensors, others = self.tensors, []
+        numbers = map(self.numbers.__getitem__, run.files)
+        rows = zip(run.fqns, run.keys, numbers, run.spans, strict=True)
+        for row, (fqn, (hint, offset, _), number, span) in enumerate(rows):
+            try:
+                columns = tensors[fqn]
+                fits = columns.offsets[hint] == offset
+            except (KeyError, IndexError):
+                fits = False
+            if not fits or columns.by_offset or columns.files[hint] != NO_FILE:
+                others.append(row)
+                continue
+            columns.files[hint], columns.spans[hint] = number, span
+        return others
+
+
 SMALL = 1 << 17
 """Smaller metadata (bytes) is read before its shapes are imported and compiled, in 16 ms."""
 
@@ -344,17 +373,18 @@ _LAST: list[_Decoded] = []
 
 def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
     paths = _planner_paths(_required(fields, "planner_data", METADATA))
-    tensors, chunks, bytes_fqns = _entries(_required(fields, "state_dict_metadata", METADATA))
-    ranges = _Ranges(chunks, bytes_fqns)
+    table = ChunkTable()
+    tensors, bytes_fqns = _entries(_required(fields, "state_dict_metadata", METADATA), table)
+    ranges = _Ranges(table, bytes_fqns)
     ranges.place_all(_required(fields, "storage_data", METADATA))
-    file_names = list(ranges.numbers)
+    file_names = list(table.numbers)
     storage_meta = _storage_meta(fields.get("storage_meta"))
     return Metadata(
         tensors={
             fqn: replace(
                 tensor,
                 path=paths.get(fqn, (fqn,)),
-                chunks=chunks.pop(fqn).chunks(len(tensor.shape), file_names),
+                chunks=table.tensors.pop(fqn).chunks(len(tensor.shape), file_names),
             )
             for fqn, tensor in tensors.items()
         },
@@ -429,18 +459,15 @@ def _key(part: object) -> str | int:
     return str(part) if part is None or type(part) in (bool, float) else f"<{_kind_of(part)}>"
 
 
-_NOT_PLACED = Chunks.of(0, [])
-"""What a tensor has for chunks until every byte range is placed."""
+_IN_TABLE = Chunks.of(0, [])
+"""What a tensor has for chunks until they are taken out of the table."""
 
 
-def _entries(
-    state_dict: object,
-) -> tuple[dict[str, TensorEntry], dict[str, ChunkColumns], list[str]]:
-    """The tensors without chunks and the chunks of each, by FQN; the FQNs of the bytes entries."""
+def _entries(state_dict: object, table: ChunkTable) -> tuple[dict[str, TensorEntry], list[str]]:
+    """The tensors by FQN, their chunks in the table alone, and the FQNs of the bytes entries."""
     if not isinstance(state_dict, dict):
         raise Malformed("the entries of the state dict are in no dict")
     tensors: dict[str, TensorEntry] = {}
-    chunks: dict[str, ChunkColumns] = {}
     bytes_fqns: list[str] = []
     for fqn, value in _drained(state_dict):
         fqn = _text(fqn, "the name of an entry")
@@ -450,10 +477,10 @@ def _entries(
         try:
             fields = _fields(value, TENSOR)
             tensors[fqn] = _tensor(fqn, fields)
-            chunks[fqn] = ChunkColumns(*_slices(tensors[fqn].shape, fields))
+            table.tensors[fqn] = ChunkColumns(*_slices(tensors[fqn].shape, fields))
         except Malformed as wrong:
             raise Malformed(f"tensor {shown(fqn)}: {wrong}") from None
-    return tensors, chunks, bytes_fqns
+    return tensors, bytes_fqns
 
 
 def _drained(items: dict[object, object]) -> Iterator[tuple[object, object]]:
@@ -477,7 +504,7 @@ def _tensor(fqn: str, fields: Fields) -> TensorEntry:
         fqn,
         dtype,
         shape,
-        _NOT_PLACED,
+        _IN_TABLE,
         (fqn,),
         layout,
         requires_grad,
@@ -571,13 +598,10 @@ def _int64(value: object) -> int:
 class _Ranges:
     """The byte ranges, while each is being given to the entry it belongs to."""
 
-    def __init__(self, chunks: Mapping[str, ChunkColumns], bytes_fqns: list[str]) -> None:
+    def __init__(self, table: ChunkTable, bytes_fqns: list[str]) -> None:
         self.of_bytes: dict[str, ByteRange | None] = dict.fromkeys(bytes_fqns)
         self.strays: list[tuple[str, Dims | None, ByteRange]] = []
-        self.numbers: defaultdict[str, int] = defaultdict()
-        """Those of the files, in the order in which they are first named."""
-        self.numbers.default_factory = self.numbers.__len__
-        self._chunks = chunks
+        self._table = table
 
     def place_all(self, storage_data: object) -> None:
         """Give each byte range to its chunk, to its bytes entry, or to the strays."""
@@ -590,12 +614,12 @@ class _Ranges:
                 self._place(*_storage_entry(key, value))
                 continue
             run = cast("StorageRun", key)
-            rows = zip(run.fqns, run.keys, run.files, run.spans, strict=True)
-            for fqn, (hint, offset, _), file, span in rows:
-                self._place(fqn, hint, offset, file, span)
+            for row in self._table.place_run(run):
+                hint, offset, _ = run.keys[row]
+                self._place(run.fqns[row], hint, offset, run.files[row], run.spans[row])
 
     def _place(self, fqn: str, hint: int, offset: bytes | None, file: str, span: Span) -> None:
-        number, columns = self.numbers[file], self._chunks.get(fqn)
+        number, columns = self._table.numbers[file], self._table.tensors.get(fqn)
         try:
             if offset is None and fqn in self.of_bytes:
                 if self.of_bytes[fqn] is not None:

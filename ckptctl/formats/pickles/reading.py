@@ -228,8 +228,10 @@ class Machine:
             self.exceeded("more containers than a pickle of this size can need")
         self.stack.append(value)
 
-    def push_run(self, run: Run, end: int, n_containers: int) -> bool:
-        """Continue at byte `end` with a run on the stack.
+    def push_run(
+        self, run: Run, end: int, n_containers: int, values: Sequence[object] | None = None
+    ) -> bool:
+        """Continue at byte `end` with the values of a run on the stack, or the run itself.
 
         False where there may not be `n_containers` more.
         """
@@ -238,7 +240,7 @@ class Machine:
         self.n_left -= n_containers
         self.memo.skip(run)
         self.has_runs = True
-        self.stack.append(run)
+        self.stack += [run] if values is None else values
         self.pos = end
         return True
 
@@ -290,7 +292,7 @@ class Machine:
         """Interpret the bytes of one row of a run after all, once."""
         if row not in run.replayed:
             memo = Memo(self.memo, run.rows.first_slots[row])
-            inner = Machine(run.rows.data, self.grammar, self.opcodes, memo)
+            inner = Machine(self.data, self.grammar, self.opcodes, memo)
             inner.taken = self.taken
             inner.pos, inner.end = run.rows.starts[row], run.rows.ends[row]
             inner.step_to_stop()
@@ -320,13 +322,13 @@ class Machine:
         if slot >= self.memo.n_slots:
             self.damaged(f"memo slot {slot:,} is read, {self.memo.n_slots:,} are filled")
         value = self.memo.get(slot)
-        if not isinstance(value, Run):
-            return value
-        known = value.known_at(slot)
-        if known is not None:
-            return known
-        row = value.row_of(slot)
-        return self._replay(value, row).slots[slot - value.rows.first_slots[row]]
+        while isinstance(value, Run):
+            run = value
+            value = run.known_at(slot)
+            if value is None:
+                row = run.row_of(slot)
+                return self._replay(run, row).slots[slot - run.rows.first_slots[row]]
+        return value
 
     def set_items(self, target: object, items: list[object]) -> None:
         """Put keys and values, one after the other, into the dict `target`."""

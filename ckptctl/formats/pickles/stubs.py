@@ -118,12 +118,11 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where each row of a run is: in the bytes `data`, and in the memo.
+    """Where each row of a run is: in the bytes, and in the memo.
 
     Row n fills the slots from `first_slots[n]` up to `first_slots[n + 1]`.
     """
 
-    data: bytes
     starts: array[int]
     ends: array[int]
     first_slots: array[int]
@@ -177,7 +176,7 @@ class Run(Stub):
         return bisect_right(self.rows.first_slots, slot) - 1
 
     def known_at(self, slot: int) -> object:  # noqa: ARG002
-        """What one of its slots holds; None where only a replay decides."""
+        """What one of its slots holds, a run in it that does, or None: only a replay decides."""
         return None
 
 
