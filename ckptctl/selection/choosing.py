@@ -173,6 +173,16 @@ class PassedOver:
     word: NoStepReason = NoStepReason.DAMAGED
     """The same as a word."""
 
+    @property
+    def step(self) -> int | None:
+        """The number of the step."""
+        return self.report.number
+
+    @property
+    def path(self) -> str:
+        """The address of the step."""
+        return self.report.url
+
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""

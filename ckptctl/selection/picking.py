@@ -115,17 +115,19 @@ class Pick:
     def path(self) -> str:
         """The address of the chosen step; raises `NothingToResume` where there is none."""
         if self.chosen is None:
-            raise self._nothing()
+            raise self.nothing
         return self.chosen.url
 
     @property
     def step(self) -> int:
         """The number of the chosen step; raises `NothingToResume` where there is none."""
         if self.chosen is None or self.chosen.number is None:
-            raise self._nothing()
+            raise self.nothing
         return self.chosen.number
 
-    def _nothing(self) -> NothingToResume:
+    @property
+    def nothing(self) -> NothingToResume:
+        """The error that no step was chosen."""
         reason = self.reason.value if self.reason is not None else ""
         return NothingToResume(
             self.message, exit_code=self.exit_code, next_command=self.next_command, reason=reason
@@ -205,6 +207,23 @@ def pick_step(
     with ExitStack() as stack:
         done = search(stack, roots, policy, requirements, storage, seal_bytes=seal_bytes)
         return answer_of(done, requirements), done.opened
+
+
+def requested(roots: Roots, report: Report | None) -> Pick:
+    """The answer where a person named the step, or None for a run from step 0."""
+    message = "a run from step 0" if report is None else f"resume from step {report.number}"
+    return Pick(
+        answer=Answer.FRESH if report is None else Answer.FOUND,
+        roots=roots.urls,
+        chosen=report,
+        passed_over=(),
+        findings=(),
+        level=None if report is None else report.level,
+        level_reason=None,
+        message=message,
+        exit_code=0,
+        next_command=None,
+    )
 
 
 def answer_of(
