@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import islice
 
@@ -75,6 +76,7 @@ from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
     CachingInspector,
     Candidate,
+    PassedOver,
     Search,
     by_number,
     candidates_of,
@@ -228,6 +230,31 @@ def _fields(inspected: Inspection) -> ProofDocument:
     }
 
 
+class Remedy(Enum):
+    """What would let a step count that does not."""
+
+    ACCEPT_UNVERIFIABLE = "it is sealed, and its format has no checksums"
+    SEAL_UNVERIFIABLE = "nothing proves its bytes but a seal"
+    SEAL = "a seal proves which save it is"
+    UNSEALED = "it is complete, and has no seal"
+
+
+@dataclass(frozen=True, slots=True)
+class NotCounted:
+    """Why a step does not count, and what would let it."""
+
+    reason: str
+    remedy: Remedy | None = None
+
+    @classmethod
+    def refused(cls, over: PassedOver) -> NotCounted:
+        """A step that `pick` refuses once it has inspected it in full."""
+        # `pick` continues with the options that would accept the step.
+        reason = over.reason.partition(": a resume from here")[0]
+        unproven = over.report.verdict is Verdict.UNVERIFIABLE
+        return cls(reason, Remedy.SEAL_UNVERIFIABLE if unproven else None)
+
+
 @dataclass(frozen=True, slots=True)
 class PruneDecision:
     """The decision on one step: whether it is removed, and why."""
@@ -245,12 +272,13 @@ class PruneDecision:
     """Why it is removed or kept, in one line."""
     counts: bool = False
     """It is one of the good steps that are kept."""
+    remedy: Remedy | None = None
+    """What would let it count."""
 
+
+_NOT_RECOGNISED = NotCounted("not recognised as a checkpoint")
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
-
-SEALED_UNVERIFIABLE = "sealed, but unverifiable without --accept-unverifiable"
-"""Why a sealed step whose format has no checksums does not count."""
 
 OnInspected = Callable[[int, int], None]
 """Called with the number of inspected steps and their total."""
@@ -272,7 +300,7 @@ class Rules:
     seal_bytes: SealBytes | None = None
 
 
-Prove = Callable[[Inspection, CachingInspector, Candidate], str | None]
+Prove = Callable[[Inspection, CachingInspector, Candidate], NotCounted | None]
 """Prove the bytes of a step; returns why not, None if it is proven or assumed to be."""
 
 Remove = Callable[[Inspection], bool]
@@ -457,33 +485,41 @@ class RetentionPlan:
                 name = copy.named.name
                 taken = partial(self._taken, copy, older, beside, search, prove)
                 other_count = self._incomparable(copy.named)
-                reason = other_count or self._cannot_count(name, search) or taken()
-                if reason is None:
+                why = NotCounted(other_count) if other_count is not None else None
+                why = why or self._cannot_count(name, search) or taken()
+                if why is None:
                     break
-                self._decisions[name] = self._decision(name, f"{reason}: does not count")
+                decision = self._decision(name, f"{why.reason}: does not count")
+                self._decisions[name] = replace(decision, remedy=why.remedy)
                 if self._branches is not None:
                     return
 
-    def _cannot_count(self, name: str, search: Search) -> str | None:
+    def _cannot_count(self, name: str, search: Search) -> NotCounted | None:
         """Why the listing excludes a step; None if a deeper inspection is useful."""
         inspected = self._inspections[name]
         report = inspected.report
         if not inspected.step.parts and report.verdict is not Verdict.UNKNOWN:
-            return "not recognised as a checkpoint"
+            return _NOT_RECOGNISED
         over = refusal(report, self._rules.policy)
         if over is not None:
             search.passed_over.append(over)
-            if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
-                return SEALED_UNVERIFIABLE
-            return report.verdict.value if report.verdict is not Verdict.COMPLETE else over.reason
+            if report.verdict is Verdict.COMPLETE:
+                return NotCounted(over.reason)
+            if report.verdict is not Verdict.UNVERIFIABLE:
+                return NotCounted(report.verdict.value)
+            if has_seal(inspected):
+                why = "sealed, but unverifiable without --accept-unverifiable"
+                return NotCounted(why, Remedy.ACCEPT_UNVERIFIABLE)
+            return NotCounted(report.verdict.value, Remedy.SEAL_UNVERIFIABLE)
         if not has_seal(inspected):
             if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
-                return "without checksums, and not sealed"
+                why = "without checksums, and not sealed"
+                return NotCounted(why, Remedy.SEAL_UNVERIFIABLE)
             if not self._rules.unsealed:
-                return "complete, but not sealed"
+                return NotCounted("complete, but not sealed", Remedy.UNSEALED)
         return _doubt(inspected) or self._unlike_others(report)
 
-    def _unlike_others(self, report: Report) -> str | None:
+    def _unlike_others(self, report: Report) -> NotCounted | None:
         """Why the number of a step is in doubt that other steps prove of theirs; None without.
 
         A copy under another number, alone beside one other step, is contradicted by nothing.
@@ -493,7 +529,8 @@ class RetentionPlan:
             return None
         if not self._has_proven_number:
             return None
-        return f"identity is not proven ({claim.by}), and that of other steps is"
+        why = f"identity is not proven ({claim.by}), and that of other steps is"
+        return NotCounted(why, Remedy.SEAL)
 
     def _taken(
         self,
@@ -502,7 +539,7 @@ class RetentionPlan:
         beside: Sequence[Candidate],
         search: Search,
         prove: Prove,
-    ) -> str | None:
+    ) -> NotCounted | None:
         """Count a step that `pick` would choose and whose bytes are proven; else why not."""
         consulted: list[Candidate] = []
 
@@ -514,16 +551,14 @@ class RetentionPlan:
         n_over = len(search.passed_over)
         if not search.try_copies([copy], older, beside):
             over = search.passed_over[n_over:]
-            # `pick` continues with the options that would accept the step.
-            reason = over[0].reason.partition(": a resume from here")[0] if over else ""
-            return reason or "not recognised as a checkpoint"
+            return NotCounted.refused(over[0]) if over else _NOT_RECOGNISED
         inspected = self._inspections[copy.named.name]
         report = self._inspector.inspected[copy].report
         branches = self._undecided(copy)
         if branches is not None:
             # Once a newer step counts, it shows which branch the run is on.
             self._branches = None if self._counted else "the run may have gone back: undecided"
-            return branches
+            return NotCounted(branches)
         n_to_read = 0
         if not (report.level is Level.CONTENT or is_proven(self._store, inspected)):
             unproven = prove(inspected, self._inspector, copy)
@@ -614,7 +649,7 @@ class RetentionPlan:
             return f"{self._pointed[number]} names it"
         being_removed = any(one.where == REMOVING for one in report.findings)
         if not inspected.step.parts and not (_is_left_over(inspected) or being_removed):
-            return "not recognised as a checkpoint"
+            return _NOT_RECOGNISED.reason
         cut_short = report.interrupted or being_removed
         accepted = refusal(report, self._rules.policy) is None
         is_old = report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short)
@@ -711,7 +746,7 @@ _IN_DOUBT = (ClaimName.ONE_SAVE, ClaimName.IDENTITY, ClaimName.BRANCH)
 """What no finding may leave in doubt: a step may count nothing, and name no other."""
 
 
-def _doubt(inspected: Inspection) -> str | None:
+def _doubt(inspected: Inspection) -> NotCounted | None:
     """What is not proven, also where `pick` would only warn; None where all is.
 
     A person who accepted a step decided about its times, and the bytes of a sealed one, which are
@@ -722,9 +757,13 @@ def _doubt(inspected: Inspection) -> str | None:
     for name in (ClaimName.WHOLE,) if is_decided else _DEMANDED:
         claim = report.claim(name)
         if not claim.is_proven:
-            return f"{name.value} is not proven ({claim.finding or claim.by})"
-    doubts = ((name, report.claim(name).finding) for name in _IN_DOUBT)
-    return next((f"{name.value} is in doubt ({code})" for name, code in doubts if code), None)
+            why = f"{name.value} is not proven ({claim.finding or claim.by})"
+            return NotCounted(why, Remedy.SEAL)
+    for name in _IN_DOUBT:
+        code = report.claim(name).finding
+        if code:
+            return NotCounted(f"{name.value} is in doubt ({code})")
+    return None
 
 
 def _unproven(report: Report) -> str:
