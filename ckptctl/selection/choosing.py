@@ -764,8 +764,9 @@ class RunSearch(Search):
         The step with the highest number and the one that was written last may be of two branches;
         a person, or a record, decides which of them the run is on.
         """
-        self.order = order = branch_of(chosen, self.candidates, self.opened_roots, self.inspect)
-        known = self.inspect.inspected[chosen]
+        root, inspected = self.opened_roots[chosen.root_index], self.inspect.inspected
+        self.order = order = branch_of(chosen, self.candidates, root, inspected, self.inspect)
+        known = inspected[chosen]
         report = known.report.with_claim(order.claim)
         self.inspect.inspected[chosen] = replace(known, report=report)
         self.chosen = report

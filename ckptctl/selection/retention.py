@@ -71,7 +71,7 @@ from ckptctl.inspection.seals import is_unwritten, written_ms
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level, StepUrl
 from ckptctl.options import PickPolicy, Requirements
-from ckptctl.selection.branches import Order, write_order, written_after_all
+from ckptctl.selection.branches import Order, branch_of, written_after_all
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
     CachingInspector,
@@ -680,17 +680,8 @@ class RetentionPlan:
 
         `pick` stops there too, because the run may have gone back.
         """
-        if self._inspections[candidate.named.name].notes.accepted:
-            return None
-        left = (Verdict.REJECTED, Verdict.SUPERSEDED)
-        older = (
-            self._inspections[one.named.name]
-            for one in self._order
-            if self._incomparable(one.named) is None
-        )
-        times = [times_of(one.step) for one in older if one.report.verdict not in left]
-        own = times_of(self._inspections[candidate.named.name].step)
-        order = write_order(own, [one for one in times if one is not None])
+        inspected = {one: self._inspections[one.named.name] for one in self._order}
+        order = branch_of(candidate, self._order, self._root, inspected)
         return order.why if order.order is Order.WENT_BACK else None
 
     def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
