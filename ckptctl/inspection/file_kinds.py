@@ -20,7 +20,7 @@ import msgspec
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import Family, families_of, key_of
+from ckptctl.formats.families import families_of, key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import (
     axes_in,
@@ -47,7 +47,7 @@ from ckptctl.inspection.sidecars import (
     tensor_names,
     tensor_sizes,
 )
-from ckptctl.model import Step
+from ckptctl.model import Family, Step
 
 SIMILAR = 1.1
 """Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a

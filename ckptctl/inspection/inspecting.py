@@ -40,7 +40,6 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
-from ckptctl.formats.families import FAMILY
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
@@ -313,8 +312,7 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         number = r"(?<![0-9.])[0-9]+(?!\.?[0-9])"
         yield from sorted({re.sub(number, "N", file.path) for file in part.files})
     # RNG states are compared as a kind of train state: a job of one rank may write one file.
-    grids = [grid for grid in part.grids if grid.what != "RNG states"]
-    grids = [grid for grid in grids if grid.framework != FAMILY]
+    grids = [grid for grid in part.grids if grid.is_named and grid.what != "RNG states"]
     if not grids:
         yield part.path
     for grid in grids:
@@ -322,7 +320,7 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         folders = [one for one in grid.folder.split("/") if one and step_name(one) is None]
         yield "/".join((*folders, grid.what))
     # Beside the shards of a model, safetensors are an export of it.
-    is_export = any("model" in grid.what for grid in part.grids)
+    is_export = any("model" in grid.holds for grid in part.grids)
     if part.format is PartFormat.RANK_FILES and not is_export:
         held = [inside(one.path, file.path) for one in safetensors_in(part) for file in one.files]
         yield from sorted({path.rpartition("/")[0] for path in held} - {""})

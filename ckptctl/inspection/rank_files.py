@@ -21,7 +21,6 @@ from ckptctl.findings import Finding
 from ckptctl.formats.families import (
     COMPOSERS_RANKS,
     CONVERSIONS,
-    FAMILY,
     MAX_STATED,
     STATED_INSIDE,
     grids_of,
@@ -44,9 +43,10 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.safetensors import check_index, check_numbers
 from ckptctl.inspection.sidecars import tensor_sizes
 from ckptctl.model import (
+    FAMILY,
     SHARDED,
+    Family,
     FileInfo,
-    Grid,
     Part,
     PartFormat,
     Step,
@@ -70,7 +70,7 @@ def check_rank_files(
     where nothing shows which file holds the weights. Families that no framework names are
     checked by `inspection.whole`.
     """
-    lacking = (one for one in part.grids if one.missing)
+    lacking = (family for family in part.grids if family.lost)
     yield from at_most_few(_missing(step, one) for one in lacking)
     yield from _mixed(step, part.grids)
     indexes = (re.fullmatch(TABLES.torch_index, file.path) for file in part.files)
@@ -253,7 +253,7 @@ def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -
     stated = stated_ranks(step, contents)
     if stated:
         found = grids_of(part.files, step.layout, stated)
-        yield from at_most_few(_missing(step, one) for one in found if one.missing)
+        yield from at_most_few(_missing(step, family) for family in found if family.lost)
 
 
 def stated_ranks(step: Step, contents: Mapping[str, object]) -> Mapping[str, int]:
@@ -278,14 +278,14 @@ def _value_at(content: object, path: Iterable[str]) -> object:
     return content
 
 
-def _missing(step: Step, grid: Grid) -> Finding:
-    n_missing = grid.n_files - grid.n_present
+def _missing(step: Step, grid: Family) -> Finding:
+    n_missing, lost = grid.n_files - grid.n_present, grid.lost
     of_ranks = f" of {grid.n_ranks} ranks" if grid.n_ranks else ""
     return _missing_file(
         step,
-        grid.missing[0],
+        lost[0],
         f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
-        f"{verb(n_missing, 'is', 'are')} missing: {some_of(grid.missing)}",
+        f"{verb(n_missing, 'is', 'are')} missing: {some_of(lost)}",
     )
 
 
@@ -294,10 +294,10 @@ def _missing_file(step: Step, where: str, message: str) -> Finding:
     return Finding("file.missing", where, message, next_command=show)
 
 
-def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
+def _mixed(step: Step, found: Sequence[Family]) -> Iterator[Finding]:
     sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for one in found:
-        if one.framework != FAMILY and one.stated and one.n_ranks is not None:
+        if one.is_named and one.stated and one.n_ranks is not None:
             sizes[one.folder, one.framework, one.what].append(one.n_ranks)
     for (folder, _, what), ranks in sizes.items():
         if len(ranks) > 1:
@@ -410,7 +410,7 @@ def check_saved_world_size(
     framework names are checked by `inspection.whole`.
     """
     for part in parts:
-        counts = [grid.n_ranks or 0 for grid in part.grids if grid.framework != FAMILY]
+        counts = [grid.n_ranks or 0 for grid in part.grids if grid.is_named]
         n_ranks = max(counts, default=0)
         if 0 < n_ranks < expected:
             yield _too_few("the step", f"files of {n_ranks} ranks", expected, part.path, url)
@@ -507,12 +507,12 @@ def check_bound(parts: Sequence[Part], url: str) -> Iterator[Finding]:
     manifest such as `metadata.pkl` of torch_checkpointing, by which they could be resharded.
     """
     for part in parts:
-        grid = next((one for one in part.grids if one.sharded and one.framework == FAMILY), None)
+        grid = next((one for one in part.grids if one.sharded and not one.is_named), None)
         if grid is not None:
             yield Finding(
                 "world-size.bound",
                 part.path,
-                f"{grid.n_present:,} ranks wrote files of their own ({grid.what}), and without a "
+                f"{grid.n_present:,} ranks wrote files of their own ({grid.holds}), and without a "
                 "manifest (metadata.pkl) nothing says how another number of ranks could load them",
                 next_command=command_line("show", url),
             )
@@ -527,7 +527,7 @@ def _is_fixed(part: Part, wanted: int) -> bool:
         sharded = (one for one in part.grids if one.sharded)
         return any(
             (one.n_ranks or one.n_files) != wanted
-            if one.n_ranks or one.framework == FAMILY
+            if one.n_ranks or not one.is_named
             else wanted % one.n_files
             for one in sharded
         )
