@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
@@ -55,20 +55,13 @@ from ckptctl.model import (
 )
 
 
-def check_rank_files(
-    step: Step,
-    part: Part,
-    archives: Collection[str],
-    held: Callable[[], Collection[str]],
-) -> Iterator[Finding]:
+def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
     """Yield the faults that the names in a rank-file part show. Cost: one match of each name.
 
-    `archives` are the paths of its `torch.save` files. `held` returns the kinds of train state
-    that the content of the files shows; it is called where no name shows the weights. Yields
-    `file.missing` for each kind of which a rank lacks its file and where no file holds weights,
-    `state.mixed` where files of several world sizes lie in one folder, and `format.unlisted`
-    where nothing shows which file holds the weights. Families that no framework names are
-    checked by `inspection.whole`.
+    `archives` are the paths of its `torch.save` files. Yields `file.missing` for each kind of
+    which a rank lacks its file and where no file holds weights, and `state.mixed` where files of
+    several world sizes lie in one folder. Families that no framework names are checked by
+    `inspection.whole`.
     """
     lacking = (family for family in part.grids if family.lost)
     yield from at_most_few(_missing(step, one) for one in lacking)
@@ -77,21 +70,30 @@ def check_rank_files(
     indexed = {match["folder"] for match in indexes if match}
     alone = [path for path in archives if path[: path.rfind("/") + 1] not in indexed]
     yield from [*check_numbers(alone)] or _without_index(step, alone)
+    if not (_names_weights(step, part) or _unknown_archives(step, archives)):
+        message = "no file of the step holds the model's weights"
+        yield _missing_file(step, "", message)
+
+
+def may_hold_weights(step: Step, part: Part, archives: Collection[str]) -> bool:
+    """Whether no name shows the weights, and a file of an unknown name may hold them."""
+    return not _names_weights(step, part) and bool(_unknown_archives(step, archives))
+
+
+def _names_weights(step: Step, part: Part) -> bool:
+    """Whether the name of a file shows that it holds the weights, or the step is one file."""
     kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
-    names = {name for kind in kinds if kind for name in kind.names}
-    is_one_file = [file.path for file in part.files] == [step.name]
-    if "model" in names or is_one_file:
-        return
-    unknown = [
+    is_named = any("model" in kind.names for kind in kinds if kind)
+    return is_named or [file.path for file in part.files] == [step.name]
+
+
+def _unknown_archives(step: Step, archives: Iterable[str]) -> list[str]:
+    """The files of `torch.save` whose names do not show what they hold."""
+    return [
         path
         for path in archives
         if kind_of_file(step.layout, path) is None and not file_holds_no_state(path)
     ]
-    if not unknown:
-        message = "no file of the step holds the model's weights"
-        yield _missing_file(step, "", message)
-    elif "model" not in held():
-        yield _unlisted(archives)
 
 
 def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
@@ -317,7 +319,8 @@ def several_worlds(step: Step, where: str, what: str, sizes: Iterable[int]) -> F
     )
 
 
-def _unlisted(archives: Collection[str]) -> Finding:
+def unlisted(archives: Collection[str]) -> Finding:
+    """The finding for files of which nothing shows that one holds the weights."""
     return Finding(
         "format.unlisted",
         "",
