@@ -40,7 +40,6 @@ from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deep
 from ckptctl.inspection.marks import check_marks_file
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep, RootSteps
-from ckptctl.inspection.rank_files import ranks_in
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
@@ -655,11 +654,9 @@ def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
 
 def _ranks(inspection: Inspection) -> tuple[frozenset[int], frozenset[int]]:
     """The ranks of which files are missing, and those of which files are there."""
-    present: set[int] = set()
+    present = {rank for _, ranks in inspection.report.ranks for rank in ranks}
     named: set[int] = set()
     for part in inspection.parts:
-        there = ranks_in(part.part)
-        present |= there
         names = part.ranges.file_names if part.metadata else ()
         named.update(rank for name in names if (rank := shard_rank(name)) is not None)
         named.update(range(max((one.n_ranks or 0 for one in part.part.grids), default=0)))
