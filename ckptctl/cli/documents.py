@@ -237,6 +237,7 @@ _WITHOUT: Mapping[str, frozenset[str]] = {
     "LoggedResume": frozenset({"before", "overwritten", "after", "history"}),
     "TrainState": frozenset({"tensor_keys"}),
     "PruneDecision": frozenset({"remedy"}),
+    "PassedOver": frozenset({"cause"}),
 }
 OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
 """Fields that hold pairs, and are an object in JSON."""

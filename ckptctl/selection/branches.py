@@ -104,7 +104,7 @@ def write_order(
     `n_not_compared` is how many more there are with lower numbers. Cost: nothing is read.
     """
     if own is None:
-        return WriteOrder(Order.COPIED, _unknown("the storage keeps no write times"))
+        return WriteOrder(Order.COPIED, _unknown("its write times are not known"))
     lower = sorted((one for one in others if one.number < own.number), key=_written)
     later = tuple(one for one in lower if one.first_s > own.weights_s)
     if not later:

@@ -171,6 +171,8 @@ class PassedOver:
     """Why it was not chosen, in one line."""
     word: NoStepReason = NoStepReason.DAMAGED
     """The same as a word."""
+    cause: str = ""
+    """What is wrong with the step, where the reason also states which option accepts it."""
 
     @property
     def step(self) -> int | None:
@@ -478,13 +480,16 @@ def _behind(report: Report, newer: Sequence[Report], policy: PickPolicy) -> Pass
     for other in newer:
         kinds = (kind_of_file(other.layout, finding.where) for finding in other.findings)
         if other.state.optimizer.found or any(k and "optimizer" in k.names for k in kinds):
-            return PassedOver(
-                report,
-                f"lacks the optimizer, which step {other.number} has ({other.verdict.value}): a "
-                "resume from here would reset it (--allow-missing-state accepts that)",
-                NoStepReason.STATE_MISSING,
-            )
+            has = f"which step {other.number} has ({other.verdict.value})"
+            return _would_reset(report, f"lacks the optimizer, {has}")
     return None
+
+
+def _would_reset(report: Report, cause: str, if_mapped: str = "") -> PassedOver:
+    """The refusal of a step that lacks state which another has."""
+    accepts = f"--allow-missing-state accepts that{if_mapped}"
+    reason = f"{cause}: a resume from here would reset it ({accepts})"
+    return PassedOver(report, reason, NoStepReason.STATE_MISSING, cause)
 
 
 def _lacking(
@@ -506,12 +511,8 @@ def _lacking(
             return PassedOver(report, reason, NoStepReason.STATE_MISSING)
         lost = [*_lost(report, earlier, missing)]
         if lost:
-            return PassedOver(
-                report,
-                f"lacks {', '.join(lost)}, which step {earlier.number} holds: a resume from here "
-                f"would reset it (--allow-missing-state accepts that{_if_mapped(report, lost)})",
-                NoStepReason.STATE_MISSING,
-            )
+            cause = f"lacks {', '.join(lost)}, which step {earlier.number} holds"
+            return _would_reset(report, cause, _if_mapped(report, lost))
     return None
 
 

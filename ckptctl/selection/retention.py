@@ -249,10 +249,8 @@ class NotCounted:
     @classmethod
     def refused(cls, over: PassedOver) -> NotCounted:
         """A step that `pick` refuses once it has inspected it in full."""
-        # `pick` continues with the options that would accept the step.
-        reason = over.reason.partition(": a resume from here")[0]
         unproven = over.report.verdict is Verdict.UNVERIFIABLE
-        return cls(reason, Remedy.SEAL_UNVERIFIABLE if unproven else None)
+        return cls(over.cause or over.reason, Remedy.SEAL_UNVERIFIABLE if unproven else None)
 
 
 @dataclass(frozen=True, slots=True)
