@@ -39,6 +39,7 @@ from ckptctl.inspection.open_step import (
     steps_before,
     steps_beside,
 )
+from ckptctl.inspection.shape import missing_file
 from ckptctl.inspection.sidecars import (
     TensorNames,
     are_held,
@@ -380,12 +381,11 @@ def _lost_of_ranks(
 def _lost_files(
     opened: OpenStep, paths: Collection[str], shown_by: str = "the step beside this one has"
 ) -> Finding:
-    return Finding(
-        "file.missing",
+    return missing_file(
+        opened.step,
         min(paths),
         f"{counted(len(paths), 'file')} that {shown_by} "
         f"{verb(len(paths), 'is', 'are')} missing: {some_of(sorted(paths))}",
-        next_command=command_line("show", opened.url),
     )
 
 

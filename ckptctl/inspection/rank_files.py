@@ -41,6 +41,7 @@ from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, command_line, counted, listed, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.safetensors import check_index, check_numbers
+from ckptctl.inspection.shape import missing_file
 from ckptctl.inspection.sidecars import tensor_sizes
 from ckptctl.model import (
     FAMILY,
@@ -72,7 +73,7 @@ def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Itera
     yield from [*check_numbers(alone)] or _without_index(step, alone)
     if not (_names_weights(step, part) or _unknown_archives(step, archives)):
         message = "no file of the step holds the model's weights"
-        yield _missing_file(step, "", message)
+        yield missing_file(step, "", message)
 
 
 def may_hold_weights(step: Step, part: Part, archives: Collection[str]) -> bool:
@@ -101,7 +102,7 @@ def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
     found = (re.fullmatch(TABLES.torch_shard, path) for path in archives)
     for model in sorted({match["model"] for match in found if match}):
         index = f"{model}.bin.index.json"
-        yield _missing_file(
+        yield missing_file(
             step,
             index,
             f"{index} is missing: without it no load finds the files of the model",
@@ -125,7 +126,7 @@ def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Itera
             continue
         named = content.decode("utf-8", "replace").strip()
         if not any(one.startswith(f"{folder}{named}/") for one in paths):
-            yield _missing_file(
+            yield missing_file(
                 step,
                 path,
                 f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
@@ -140,7 +141,7 @@ def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> 
     are the decoded top levels of files, by path, and name the parameters.
     """
     for name, missing in _files_of_parameters(step.layout, part.files, contents):
-        yield _missing_file(
+        yield missing_file(
             step,
             missing[0],
             f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
@@ -206,12 +207,11 @@ def check_manifest(opened: OpenStep, manifest: Manifest, *, is_deep: bool) -> It
     named = {path: item for item in manifest.items for path in item.files.values()}
     missing = sorted(named.keys() - there)
     if missing:
-        yield Finding(
-            "file.missing",
+        yield missing_file(
+            opened.step,
             missing[0],
             f"{len(missing):,} of {counted(len(named), 'file')} that {MANIFEST} names "
             f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
-            next_command=command_line("show", opened.url),
         )
         return
     for item in manifest.items:
@@ -283,17 +283,12 @@ def _value_at(content: object, path: Iterable[str]) -> object:
 def _missing(step: Step, grid: Family) -> Finding:
     n_missing, lost = grid.n_files - grid.n_present, grid.lost
     of_ranks = f" of {grid.n_ranks} ranks" if grid.n_ranks else ""
-    return _missing_file(
+    return missing_file(
         step,
         lost[0],
         f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
         f"{verb(n_missing, 'is', 'are')} missing: {some_of(lost)}",
     )
-
-
-def _missing_file(step: Step, where: str, message: str) -> Finding:
-    show = command_line("show", step.url)
-    return Finding("file.missing", where, message, next_command=show)
 
 
 def _mixed(step: Step, found: Sequence[Family]) -> Iterator[Finding]:

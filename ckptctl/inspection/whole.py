@@ -40,7 +40,7 @@ from ckptctl.inspection.file_kinds import (
 )
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, several_worlds
-from ckptctl.inspection.shape import empty_file
+from ckptctl.inspection.shape import empty_file, missing_file
 from ckptctl.inspection.sidecars import (
     TensorSizes,
     checksums_in,
@@ -830,13 +830,12 @@ def _missing(step: Step, gap: Gap) -> Finding:
     if names:
         of_all = f"{n_missing:,} of {counted(gap.n_files, 'file')} {family.key}"
         what = f"{of_all} {verb(n_missing, 'is', 'are')} missing: {some_of(names)}"
-    return Finding(
-        "file.missing",
+    return missing_file(
+        step,
         names[0] if names else family.example,
         f"{what}; {gap.why}",
         expected=counted(gap.n_files, "file"),
         found=counted(family.n_present, "file"),
-        next_command=command_line("show", step.url),
     )
 
 
