@@ -127,9 +127,11 @@ class Pick:
     @property
     def nothing(self) -> NothingToResume:
         """The error that no step was chosen."""
-        reason = self.reason.value if self.reason is not None else ""
         return NothingToResume(
-            self.message, exit_code=self.exit_code, next_command=self.next_command, reason=reason
+            self.message,
+            exit_code=self.exit_code,
+            next_command=self.next_command,
+            reason=self.reason or "",
         )
 
     @property

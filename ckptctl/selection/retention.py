@@ -395,7 +395,7 @@ class RetentionPlan:
         reason = reason or self._branches
         if name == self._being_removed:
             reason = "its removal was interrupted: it may be complete, incomplete or gone"
-        return _decision(self._store, inspected, reason or "not needed", removed=False)
+        return self._decision(inspected, reason or "not needed")
 
     def _is_older(self, named: StepName) -> bool:
         """Whether a step is older than all counted steps, if enough count."""
@@ -487,7 +487,7 @@ class RetentionPlan:
                 why = why or self._cannot_count(name, search) or taken()
                 if why is None:
                     break
-                decision = self._decision(name, f"{why.reason}: does not count")
+                decision = self._decision(self._inspections[name], f"{why.reason}: does not count")
                 self._decisions[name] = replace(decision, remedy=why.remedy)
                 if self._branches is not None:
                     return
@@ -566,7 +566,7 @@ class RetentionPlan:
         name = copy.named.name
         how = "and sealed" if has_seal(inspected) else "by its bytes"
         self._decisions[name] = replace(
-            self._decision(name, f"kept: complete {how}{_unproven(report)}"), counts=True
+            self._decision(inspected, f"kept: complete {how}{_unproven(report)}"), counts=True
         )
         self.n_to_read += n_to_read
         self._counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
@@ -589,7 +589,7 @@ class RetentionPlan:
             if stays is None:
                 gone.add(name)
             self._decisions[name] = self._decision(
-                name, stays or f"older than the {what}", removed=not stays
+                inspected, stays or f"older than the {what}", removed=not stays
             )
         self._remove_aside(f"moved aside, and older than the {what}", remove)
 
@@ -712,11 +712,16 @@ class RetentionPlan:
         for named, inspected in self._set_aside:
             if self._is_older(named):
                 stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
-                decision = _decision(self._store, inspected, stays or reason, removed=not stays)
+                decision = self._decision(inspected, stays or reason, removed=not stays)
                 self._decisions[inspected.step.name] = decision
 
-    def _decision(self, name: str, reason: str, *, removed: bool = False) -> PruneDecision:
-        return _decision(self._store, self._inspections[name], reason, removed=removed)
+    def _decision(
+        self, inspected: Inspection, reason: str, *, removed: bool = False
+    ) -> PruneDecision:
+        report, name = inspected.report, inspected.step.name
+        number = report.number if report.number is not None else 0
+        url = join_url(self._store.url, name)
+        return PruneDecision(number, url, report.verdict, report.n_bytes, removed, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -784,10 +789,3 @@ def _marked(inspected: Inspection) -> str | None:
 def _is_left_over(inspected: Inspection) -> bool:
     """Whether only files of ckptctl are left of a step, so its removal was interrupted."""
     return all(is_own(file.path) for file in inspected.step.files)
-
-
-def _decision(store: Store, inspected: Inspection, reason: str, *, removed: bool) -> PruneDecision:
-    report = inspected.report
-    number = report.number if report.number is not None else 0
-    url = join_url(store.url, inspected.step.name)
-    return PruneDecision(number, url, report.verdict, report.n_bytes, removed, reason)

@@ -105,7 +105,7 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
                     begins.message,
                     exit_code=begins.exit_code,
                     next_command=command_line("scan", *selection.roots.words),
-                    reason=begins.reason.value,
+                    reason=begins.reason,
                 )
         return tuple(sorted(steps, key=lambda named: -named.number))
 
