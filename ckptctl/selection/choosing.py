@@ -407,13 +407,10 @@ def why_not(
     `others` are its copies in other roots, `older` the steps that it is compared with, `newer`
     those that were passed over before.
     """
-    return (
-        refusal(report, policy)
-        or _marked_elsewhere(report, others, inspect)
-        or _lacking(report, older, inspect, policy)
-        or _dropped(report, policy)
-        or _behind(report, newer, policy)
-    )
+    over = refusal(report, policy) or _marked_elsewhere(report, others, inspect)
+    if over is not None or policy.allow_missing_state:
+        return over
+    return _lacking(report, older, inspect) or _dropped(report) or _behind(report, newer)
 
 
 def refusal(report: Report, policy: PickPolicy) -> PassedOver | None:
@@ -469,13 +466,13 @@ def _marked_elsewhere(
     return None
 
 
-def _behind(report: Report, newer: Sequence[Report], policy: PickPolicy) -> PassedOver | None:
+def _behind(report: Report, newer: Sequence[Report]) -> PassedOver | None:
     """The refusal of a step without an optimizer as a substitute for one that was passed over.
 
     Older steps show what a step lacks; of a run whose older steps are weights alone, only the
     one that cannot be used does.
     """
-    if policy.allow_missing_state or report.state.optimizer.found:
+    if report.state.optimizer.found:
         return None
     for other in newer:
         kinds = (kind_of_file(other.layout, finding.where) for finding in other.findings)
@@ -492,12 +489,10 @@ def _would_reset(report: Report, cause: str, if_mapped: str = "") -> PassedOver:
     return PassedOver(report, reason, NoStepReason.STATE_MISSING, cause)
 
 
-def _lacking(
-    report: Report, older: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
-) -> PassedOver | None:
+def _lacking(report: Report, older: Sequence[Candidate], inspect: Inspect) -> PassedOver | None:
     """The refusal of a step that lacks train state which an older one has."""
     missing = absent_kinds(report)
-    if policy.allow_missing_state or not (missing or _may_lack_more(report)):
+    if not (missing or _may_lack_more(report)):
         return None
     # If it is uncertain that the step lacks anything, inspect one older step, not ten.
     older = older if missing else older[:1]
@@ -516,10 +511,10 @@ def _lacking(
     return None
 
 
-def _dropped(report: Report, policy: PickPolicy) -> PassedOver | None:
+def _dropped(report: Report) -> PassedOver | None:
     """The refusal of a step without a kind of file that the steps before it hold."""
     lost = next((one for one in report.findings if one.code == "file.dropped"), None)
-    if lost is None or policy.allow_missing_state:
+    if lost is None:
         return None
     return PassedOver(report, lost.message, NoStepReason.STATE_MISSING)
 

@@ -41,6 +41,7 @@ from ckptctl.selection.retention import (
     RetentionPlan,
     Rules,
     abandoned_uploads,
+    newest_good,
     remove_step,
     write_proof,
 )
@@ -277,7 +278,7 @@ def _pruned(root: str, keep: int, plan: RetentionPlan, again: str, apply: bool) 
         if plan.n_to_read:
             message += f"; --apply first reads {plan.n_to_read:,} bytes to prove what is kept"
     else:
-        message = f"nothing is removed: no step older than the {_newest(keep)} may be removed"
+        message = f"nothing is removed: no step older than the {newest_good(keep)} may be removed"
     if unknown:
         numbers = some_of([report.number for report in unknown])
         steps, stay = ("step", "stays") if len(unknown) == 1 else ("steps", "stay")
@@ -323,10 +324,6 @@ def _too_few(decisions: Sequence[PruneDecision], keep: int, again: str) -> tuple
                 # A seal is one more file, for which a full storage has no space.
                 return f"{again} --unsealed", exist if n_counted else none
     return None, exist
-
-
-def _newest(keep: int) -> str:
-    return "newest good step" if keep == 1 else f"newest {keep} good steps"
 
 
 def _steps(going: list[PruneDecision]) -> str:

@@ -576,9 +576,7 @@ class RetentionPlan:
 
     def _remove_older(self, remove: Remove | None) -> None:
         """Remove what is older than all counted steps, oldest first."""
-        what = "newest good step"
-        if self._rules.keep > 1:
-            what = f"newest {self._rules.keep} good steps"
+        what = newest_good(self._rules.keep)
         gone: set[str] = set()
         for candidate in reversed(self._order):
             name = candidate.named.name
@@ -722,6 +720,11 @@ class RetentionPlan:
         number = report.number if report.number is not None else 0
         url = join_url(self._store.url, name)
         return PruneDecision(number, url, report.verdict, report.n_bytes, removed, reason)
+
+
+def newest_good(keep: int) -> str:
+    """The steps that are kept, in words."""
+    return "newest good step" if keep == 1 else f"newest {keep} good steps"
 
 
 @dataclass(frozen=True, slots=True)
