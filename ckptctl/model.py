@@ -10,12 +10,16 @@ of them, and one Python object each would take a gigabyte; `Chunks` takes about
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice, product
+from math import prod
 from typing import Annotated, NamedTuple, overload
 
+import msgspec
 from msgspec import Meta
 
 # Types of fields of JSON documents. What is beside the type is part of the JSON Schema; a field
@@ -382,30 +386,160 @@ SHARDED = frozenset({PartFormat.DCP, PartFormat.DCP_RANK_LOCAL})
 """The formats that are DCP's own: metadata, and shard files of records."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """The rank files of one kind in one folder: how many there must be, and which are missing."""
+MAX_NAMED = 8
+"""So many missing files are named."""
 
-    framework: str
-    """The framework that names files like this."""
-    what: str
-    """What each file holds: `model`, `optimizer`, `layer 3`, …"""
-    folder: str
-    """Where they are in the step, with a slash at the end; empty for the step itself."""
-    n_files: int
-    """How many the grid has."""
-    n_present: int
-    """How many of them exist."""
-    missing: tuple[str, ...]
-    """The paths of the first that are missing."""
-    n_ranks: int | None
-    """How many ranks wrote them; None where the names count only model-parallel ranks."""
+FAMILY = "numbers in the name"
+"""Instead of a framework, of files that none names."""
+
+
+class Family(msgspec.Struct, frozen=True):
+    """The files of one kind in one step, by the numbers in their names.
+
+    Where a framework names them, it gives the axes, and all kinds of one folder share their
+    lengths: they are a grid of ranks.
+    """
+
+    key: str
+    """The path of each with every number as `N`, but for those that a framework sets apart."""
+    members: frozenset[tuple[int, ...]]
+    """The numbers of each file on the axes; of a family of one file without an axis, `()`."""
+    lengths: tuple[int, ...]
+    """How many members each axis has, stated or by the highest number."""
+    base: int
+    """The first number of the axes: 0, or 1."""
     stated: bool
-    """The names state the number of ranks; otherwise the highest rank found does."""
-    sharded: bool
+    """The names state how many there are."""
+    example: str
+    """The path of one of them."""
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    """Where the numbers of each axis are in `example`."""
+    is_numbered: bool
+    """The numbers count from `base` without more holes than files; others are no ranks."""
+    values: tuple[tuple[int, ...], ...] = ()
+    """The numbers that exist on each axis."""
+    n_bytes: int = 0
+    """Size of all of them in bytes, where the caller gave sizes."""
+    first: int = 0
+    """What is added to the numbers in the names: of a window, the least of them."""
+    framework: str = FAMILY
+    """The framework that names files like this."""
+    what: str = ""
+    """What a framework says that each holds: `model`, `optimizer`, `layer 3`, …"""
+    folder: str = ""
+    """Where they are in the step, with a slash at the end; empty for the step itself."""
+    counts_all: bool = False
+    """A framework's axes count all ranks, and not the model-parallel ones alone."""
+    sharded: bool = False
     """The files hold shards: only as many ranks can load them."""
-    ranks: frozenset[int]
-    """The ranks that have their file; none where `n_ranks` is None."""
+
+    @property
+    def n_present(self) -> int:
+        """How many of the files exist."""
+        return len(self.members)
+
+    @property
+    def n_files(self) -> int:
+        """How many files there must be, by the names alone."""
+        return prod(self.lengths) if self.is_numbered else len(self.members)
+
+    @property
+    def is_named(self) -> bool:
+        """A framework names them."""
+        return self.framework != FAMILY
+
+    @property
+    def holds(self) -> str:
+        """What each file holds, for messages."""
+        return self.what if self.is_named else f"state in {self.key}"
+
+    @property
+    def n_ranks(self) -> int | None:
+        """How many ranks wrote them, where the names count all ranks."""
+        is_counted = self.counts_all if self.is_named else self.is_line and self.names_rank
+        return self.n_files if is_counted else None
+
+    @property
+    def is_line(self) -> bool:
+        """It has one axis."""
+        return self.is_numbered and len(self.lengths) == 1
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that have their file, counted from 0; none where the axes are not known."""
+        if not (self.is_line or self.is_named):
+            return frozenset()
+        return frozenset(self._rank_at(place) for place in self.members)
+
+    def _rank_at(self, place: Sequence[int]) -> int:
+        """The rank at a place: the last axis varies fastest."""
+        rank = 0
+        for n, length in zip(place, self.lengths, strict=True):
+            rank = rank * length + n - self.base
+        return rank
+
+    @property
+    def has_zero(self) -> bool:
+        """One of its numbers is 0, from which they count."""
+        return any(held[:1] == (0,) for held in self.values)
+
+    def from_base(self, base: int) -> Family:
+        """The same family where its numbers are known to count from `base`, 0 or 1."""
+        if self.base == base or self.has_zero or self.stated:
+            return self
+        lengths = tuple(n + self.base - base for n in self.lengths)
+        return msgspec.structs.replace(self, base=base, lengths=lengths)
+
+    @property
+    def names_rank(self) -> bool:
+        """The text before the number is the word rank: they count from 0."""
+        start = self.spans[0][0][0] if self.spans else 0
+        return re.search("rank[-_]?$", self.example[:start]) is not None
+
+    def as_window(self) -> Family:
+        """The same family where its numbers may begin at any: they count from the least one."""
+        (held,) = self.values
+        moved = tuple(n - held[0] for n in held)
+        return msgspec.structs.replace(
+            self,
+            members=frozenset((n,) for n in moved),
+            lengths=(moved[-1] + 1,),
+            base=0,
+            is_numbered=moved[-1] < max(2 * len(moved), len(moved) + 2),
+            values=(moved,),
+            first=held[0],
+        )
+
+    def missing(self, n_files: int | None = None) -> tuple[str, ...]:
+        """The paths of the first files that are missing; of one axis, of `n_files` in all."""
+        if not self.is_numbered:
+            return ()
+        if n_files is not None and self.is_line:
+            places: Iterable[tuple[int, ...]] = ((self.base + n,) for n in range(n_files))
+        elif self.stated or self.is_line or self.is_named:
+            places = product(*(range(self.base, self.base + n) for n in self.lengths))
+        else:
+            places = product(*self.values)
+        absent = (place for place in places if place not in self.members)
+        return tuple(self._path_at(place) for place in islice(absent, MAX_NAMED))
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The paths of the first files that are missing by the axes of a framework."""
+        return self.missing() if self.is_named else ()
+
+    def _path_at(self, place: Sequence[int]) -> str:
+        text = self.example
+        replaced = [
+            (start, end, number + self.first)
+            for spans, number in zip(self.spans, place, strict=True)
+            for start, end in spans
+        ]
+        for start, end, number in sorted(replaced, reverse=True):
+            digits = text[start:end]
+            width = len(digits) if digits.startswith("0") else 1
+            text = text[:start] + str(number).zfill(width) + text[end:]
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +553,7 @@ class Part:
     path: str
     format: PartFormat
     files: tuple[FileInfo, ...]
-    grids: tuple[Grid, ...] = ()
+    grids: tuple[Family, ...] = ()
     archives: frozenset[str] = frozenset()
     """The files of `torch.save` that their first bytes show, and not their names."""
 

@@ -232,10 +232,12 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "LossReport": ("next_command",),
     "Comparison": ("is_equal",),
 }
-# Fields that documents leave out: rows of a log by the thousand.
+# Fields that documents leave out: rows of a log by the thousand, what chooses the next command.
 _WITHOUT: Mapping[str, frozenset[str]] = {
     "LoggedResume": frozenset({"before", "overwritten", "after", "history"}),
     "TrainState": frozenset({"tensor_keys"}),
+    "PruneDecision": frozenset({"remedy"}),
+    "PassedOver": frozenset({"cause"}),
 }
 OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
 """Fields that hold pairs, and are an object in JSON."""

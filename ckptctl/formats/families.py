@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, product
 from math import prod
 from typing import NamedTuple
 
@@ -30,11 +29,8 @@ from ckptctl.formats.frameworks.file_names import (
 )
 from ckptctl.formats.frameworks.layout_tables import FileName
 from ckptctl.formats.manifest import MANIFEST
-from ckptctl.model import FileInfo, Grid
+from ckptctl.model import FAMILY, Family, FileInfo
 from ckptctl.outside_numbers import clamped
-
-MAX_NAMED = 8
-"""So many missing files are named."""
 
 MAX_FILES = 1_000_000
 """More files than this are no family: no job has so many ranks."""
@@ -47,111 +43,6 @@ _COUNT = re.compile(
     re.IGNORECASE,
 )
 """The text before a number that counts the members of an axis: `-of-4`, `world_size_8`, `r2w4`."""
-
-
-class Family(msgspec.Struct, frozen=True):
-    """The files of one kind in one step, by the numbers in their names."""
-
-    key: str
-    """The path of each with every number as `N`."""
-    members: frozenset[tuple[int, ...]]
-    """The numbers of each file on the axes; of a family of one file without an axis, `()`."""
-    lengths: tuple[int, ...]
-    """How many members each axis has, stated or by the highest number."""
-    base: int
-    """The first number of the axes: 0, or 1."""
-    stated: bool
-    """The names state how many there are."""
-    example: str
-    """The path of one of them."""
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-    """Where the numbers of each axis are in `example`."""
-    is_numbered: bool
-    """The numbers count from `base` without more holes than files; others are no ranks."""
-    values: tuple[tuple[int, ...], ...] = ()
-    """The numbers that exist on each axis."""
-    n_bytes: int = 0
-    """Size of all of them in bytes, where the caller gave sizes."""
-    first: int = 0
-    """What is added to the numbers in the names: of a window, the least of them."""
-
-    @property
-    def n_present(self) -> int:
-        """How many of the files exist."""
-        return len(self.members)
-
-    @property
-    def n_files(self) -> int:
-        """How many files there must be, by the names alone."""
-        return prod(self.lengths) if self.is_numbered else len(self.members)
-
-    @property
-    def is_line(self) -> bool:
-        """It has one axis."""
-        return self.is_numbered and len(self.lengths) == 1
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """The ranks that have their file, counted from 0; none where there are several axes."""
-        return frozenset(n - self.base for (n,) in self.members) if self.is_line else frozenset()
-
-    @property
-    def has_zero(self) -> bool:
-        """One of its numbers is 0, from which they count."""
-        return any(held[:1] == (0,) for held in self.values)
-
-    def from_base(self, base: int) -> Family:
-        """The same family where its numbers are known to count from `base`, 0 or 1."""
-        if self.base == base or self.has_zero or self.stated:
-            return self
-        lengths = tuple(n + self.base - base for n in self.lengths)
-        return msgspec.structs.replace(self, base=base, lengths=lengths)
-
-    @property
-    def names_rank(self) -> bool:
-        """The text before the number is the word rank: they count from 0."""
-        start = self.spans[0][0][0] if self.spans else 0
-        return re.search("rank[-_]?$", self.example[:start]) is not None
-
-    def as_window(self) -> Family:
-        """The same family where its numbers may begin at any: they count from the least one."""
-        (held,) = self.values
-        moved = tuple(n - held[0] for n in held)
-        return msgspec.structs.replace(
-            self,
-            members=frozenset((n,) for n in moved),
-            lengths=(moved[-1] + 1,),
-            base=0,
-            is_numbered=moved[-1] < max(2 * len(moved), len(moved) + 2),
-            values=(moved,),
-            first=held[0],
-        )
-
-    def missing(self, n_files: int | None = None) -> tuple[str, ...]:
-        """The paths of the first files that are missing; of one axis, of `n_files` in all."""
-        if not self.is_numbered:
-            return ()
-        if n_files is not None and self.is_line:
-            places: Iterable[tuple[int, ...]] = ((self.base + n,) for n in range(n_files))
-        elif self.stated or self.is_line:
-            places = product(*(range(self.base, self.base + n) for n in self.lengths))
-        else:
-            places = product(*self.values)
-        absent = (place for place in places if place not in self.members)
-        return tuple(self._path_at(place) for place in islice(absent, MAX_NAMED))
-
-    def _path_at(self, place: Sequence[int]) -> str:
-        text = self.example
-        replaced = [
-            (start, end, number + self.first)
-            for spans, number in zip(self.spans, place, strict=True)
-            for start, end in spans
-        ]
-        for start, end, number in sorted(replaced, reverse=True):
-            digits = text[start:end]
-            width = len(digits) if digits.startswith("0") else 1
-            text = text[:start] + str(number).zfill(width) + text[end:]
-        return text
 
 
 def families_of(
@@ -326,9 +217,6 @@ def _identifying(columns: Sequence[_Column], n_files: int) -> _Column | None:
 _STATED = "of_"
 _APART = "each_"
 
-FAMILY = "numbers in the name"
-"""The grid of files that no framework names."""
-
 _LEAST: Mapping[str, int] = {"transformers": 2}
 """Ranks that a numbered name implies: alone, transformers writes `rng_state.pth`."""
 
@@ -415,14 +303,13 @@ def grids_of(
     files: Iterable[FileInfo],
     layout: str = "",
     stated: Mapping[str, int] | None = None,
-) -> tuple[Grid, ...]:
-    """The grids of rank files among the files of a step of `layout`, each with what it lacks.
+) -> tuple[Family, ...]:
+    """The families of rank files among the files of a step of `layout`.
 
     `stated` are the lengths of axes that the content of a file states. All kinds of one
     framework in one folder share the lengths of their axes. Files that state different
-    world sizes were written by different attempts, and are apart. Files that no framework
-    names form a grid for each family. Cost: one match of each name; a grid that names claim
-    to be huge is counted, not listed.
+    world sizes were written by different attempts, and are apart. Cost: one match of each
+    name; a grid that names claim to be huge is counted, not listed.
     """
     named, others = _by_framework(files, layout, stated or {})
     families = families_of(others)
@@ -431,9 +318,11 @@ def grids_of(
         families = ()
     is_described = MANIFEST in others
     return (
-        *(grid for _, grid in named),
+        *named,
         *(
-            _family_grid(family, sharded=not is_described and _may_be_sharded(family, layout))
+            msgspec.structs.replace(family, sharded=True)
+            if not is_described and _may_be_sharded(family, layout)
+            else family
             for family in families
         ),
     )
@@ -444,23 +333,6 @@ def _may_be_sharded(family: Family, layout: str) -> bool:
     kind = kind_of_file(layout, family.example)
     is_of_several = family.is_line and family.n_present > 1
     return is_of_several and (kind is None or not {"model", "optimizer"}.isdisjoint(kind.names))
-
-
-def _family_grid(family: Family, *, sharded: bool) -> Grid:
-    """A family of files as a grid. What it lacks is decided by `inspection.whole`."""
-    names_rank = family.names_rank and family.is_line
-    return Grid(
-        FAMILY,
-        f"state in {family.key}",
-        "",
-        family.n_files,
-        family.n_present,
-        (),
-        family.n_files if names_rank else None,
-        family.stated,
-        sharded=sharded,
-        ranks=family.ranks if names_rank else frozenset(),
-    )
 
 
 def files_by_kind(files: Iterable[FileInfo], layout: str) -> Mapping[str, Sequence[str]]:
@@ -478,14 +350,14 @@ def kind_key(path: str, layout: str) -> str:
     return key_of(path) if named is None else named.key
 
 
-def named_families(files: Iterable[FileInfo], layout: str) -> Mapping[str, tuple[Family, Grid]]:
-    """The families of the files that a framework names, by key, each with its grid."""
-    return {family.key: (family, grid) for family, grid in _by_framework(files, layout, {})[0]}
+def named_families(files: Iterable[FileInfo], layout: str) -> Mapping[str, Family]:
+    """The families of the files that a framework names, by key."""
+    return {family.key: family for family in _by_framework(files, layout, {})[0]}
 
 
 def _by_framework(
     files: Iterable[FileInfo], layout: str, stated: Mapping[str, int]
-) -> tuple[list[tuple[Family, Grid]], list[str]]:
+) -> tuple[list[Family], list[str]]:
     """The families of the files that a framework names, and the paths of the others."""
     together: dict[tuple[str, str, object], list[_Placed]] = defaultdict(list)
     others: list[str] = []
@@ -498,8 +370,8 @@ def _by_framework(
         else:
             together[named.row.grid, named.match["folder"], named.lengths].append(named)
     in_order = sorted(together.items(), key=lambda pair: str(pair[0]))
-    pairs = (_grids(framework, members, stated) for (framework, _, _), members in in_order)
-    return [pair for of_framework in pairs for pair in of_framework], others
+    families = (_grids(framework, members, stated) for (framework, _, _), members in in_order)
+    return [family for of_framework in families for family in of_framework], others
 
 
 def _placed(path: str, layout: str) -> _Placed | None:
@@ -509,7 +381,7 @@ def _placed(path: str, layout: str) -> _Placed | None:
 
 def _grids(
     framework: str, members: Sequence[_Placed], stated: Mapping[str, int]
-) -> Iterator[tuple[Family, Grid]]:
+) -> Iterator[Family]:
     lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), stated)
     for member in members:
         for axis, n in member.axes.items():
@@ -523,31 +395,21 @@ def _grids(
     yield from (_grid(alike, lengths) for alike in kinds.values())
 
 
-def _grid(alike: Sequence[_Placed], lengths_of: Mapping[str, int]) -> tuple[Family, Grid]:
+def _grid(alike: Sequence[_Placed], lengths_of: Mapping[str, int]) -> Family:
     first = min(alike, key=lambda member: member.match.string)
-    axes, path = first.grid_axes, first.match.string
-    lengths = tuple(lengths_of[axis] for axis in axes)
-    members = frozenset(member.place for member in alike)
-    family = Family(first.key, members, lengths, 0, True, path, first.spans, True)
-    counts_all = any(axis in _DATA_PARALLEL for axis in axes)
-    grid = Grid(
-        first.row.grid,
-        first.what,
-        first.match["folder"],
-        family.n_files,
-        family.n_present,
-        family.missing(),
-        family.n_files if counts_all else None,
-        bool(first.lengths),
-        first.row.grid in CONVERSIONS,
-        frozenset(_number(place, lengths) for place in members) if counts_all else frozenset(),
+    axes = first.grid_axes
+    return Family(
+        key=first.key,
+        members=frozenset(member.place for member in alike),
+        lengths=tuple(lengths_of[axis] for axis in axes),
+        base=0,
+        stated=bool(first.lengths),
+        example=first.match.string,
+        spans=first.spans,
+        is_numbered=True,
+        framework=first.row.grid,
+        what=first.what,
+        folder=first.match["folder"],
+        counts_all=any(axis in _DATA_PARALLEL for axis in axes),
+        sharded=first.row.grid in CONVERSIONS,
     )
-    return family, grid
-
-
-def _number(place: Sequence[int], lengths: Sequence[int]) -> int:
-    """The rank at a place of the grid: the last axis varies fastest."""
-    number = 0
-    for n, length in zip(place, lengths, strict=True):
-        number = number * length + n
-    return number

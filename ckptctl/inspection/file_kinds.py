@@ -20,7 +20,7 @@ import msgspec
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import Family, families_of, key_of
+from ckptctl.formats.families import families_of, key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import (
     axes_in,
@@ -39,6 +39,7 @@ from ckptctl.inspection.open_step import (
     steps_before,
     steps_beside,
 )
+from ckptctl.inspection.shape import missing_file
 from ckptctl.inspection.sidecars import (
     TensorNames,
     are_held,
@@ -47,7 +48,7 @@ from ckptctl.inspection.sidecars import (
     tensor_names,
     tensor_sizes,
 )
-from ckptctl.model import Step
+from ckptctl.model import Family, Step
 
 SIMILAR = 1.1
 """Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
@@ -380,12 +381,11 @@ def _lost_of_ranks(
 def _lost_files(
     opened: OpenStep, paths: Collection[str], shown_by: str = "the step beside this one has"
 ) -> Finding:
-    return Finding(
-        "file.missing",
+    return missing_file(
+        opened.step,
         min(paths),
         f"{counted(len(paths), 'file')} that {shown_by} "
         f"{verb(len(paths), 'is', 'are')} missing: {some_of(sorted(paths))}",
-        next_command=command_line("show", opened.url),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice, pairwise
 from math import gcd
 from typing import NamedTuple
@@ -38,6 +39,15 @@ CountOf = Callable[[OpenStep], int | None]
 """What returns the steps that a step counts."""
 
 
+class Counter(NamedTuple):
+    """What counts the steps of a step: its train state, or the optimizer in the file at `path`."""
+
+    n_steps: int
+    count_in: CountOf
+    """What the same counter counts in another step."""
+    path: str = ""
+
+
 def decide_identity(
     opened: OpenStep,
     state: StatePart,
@@ -53,27 +63,24 @@ def decide_identity(
     Yields `step.wrong-step` and `state.mixed`. Cost: see `check_identity`; with `reads_optimizer`,
     three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
-    found, claim = check_identity(opened, state.value, count_of)
+    of_state = None if state.value is None else Counter(state.value, count_of)
+    found, claim = check_identity(opened, of_state)
     optimizers = counting_optimizers(opened) if reads_optimizer and not found else []
     if not optimizers:
         return found, claim
-    doubt: Claim | None = None
-    if state.value is None or len(state.where) > 1:
-        first = optimizers[0]
-        found, of_optimizer = check_identity(opened, first.n_steps, first.count_in, first.path)
+    first, *others = optimizers
+    if of_state is None or len(state.where) > 1:
+        found, of_optimizer = check_identity(opened, first)
         if found and _is_alone(opened, first):
             found = [_mixed(opened, first, "the name", opened.step.number or 0)]
-        claim = of_optimizer if state.value is None or found else claim
+        claim = of_optimizer if of_state is None or found else claim
     # Each may be that of another save: a GAN has two, and they may count at another pace.
-    first, others = optimizers[0], optimizers[1:]
     pairs = [(other, first) for other in others] + [(first, other) for other in others]
-    compared: list[tuple[CountingOptimizer, int, CountOf]] = [
-        (optimizer, other.n_steps, other.count_in) for optimizer, other in pairs
-    ]
-    if state.value is not None:
-        compared = [(optimizer, state.value, count_of) for optimizer in optimizers]
-    for optimizer, n_steps, counter in compared if not found else ():
-        found, unknown = check_optimizer_count(opened, n_steps, optimizer, counter)
+    if of_state is not None:
+        pairs = [(optimizer, of_state) for optimizer in optimizers]
+    doubt: Claim | None = None
+    for optimizer, counter in pairs if not found else ():
+        found, unknown = check_optimizer_count(opened, optimizer, counter)
         doubt = doubt or unknown
         if found:
             break
@@ -86,33 +93,29 @@ def number_in_metadata(opened: OpenStep) -> int | None:
     return next(iter(named)) if len(named) == 1 else None
 
 
-def check_identity(
-    opened: OpenStep,
-    counted_steps: int | None,
-    count_of: CountOf,
-    counting_file: str | None = None,
-) -> tuple[list[Finding], Claim]:
-    """Compare the steps that the train state counts with the number in the step's name.
+def check_identity(opened: OpenStep, counter: Counter | None) -> tuple[list[Finding], Claim]:
+    """Compare the steps that a step counts with the number in its name.
 
-    `count_of` returns the steps that another step counts. A counter that differs from the name is
-    compared with those of the steps beside: where they agree with their names, or differ by the
-    same amount or ratio, and this one does not, it is another step. Where the counts are those of
-    the names in another order, folders were swapped. Without a counter, the step that the metadata
-    was written for is compared instead. A counter that may begin later than the run, as that of an
-    optimizer in `counting_file`, contradicts a name where folders were swapped, or where the file
-    was saved as the step that it counts.
+    A counter that differs from the name is compared with those of the steps beside: where they
+    agree with their names, or differ by the same amount or ratio, and this one does not, it is
+    another step. Where the counts are those of the names in another order, folders were swapped.
+    Without a counter, the step that the metadata was written for is compared instead. That of an
+    optimizer, which may begin later than the run, contradicts a name where folders were swapped, or
+    where its file was saved as the step that it counts.
 
     Yields `step.wrong-step`. Cost: none where name and counter agree; else the listing and the
     train state of `MAX_COMPARED` steps on each side at most.
     """
-    number = opened.step.number
+    number, counted_steps = opened.step.number, counter.n_steps if counter else None
     counts_steps = layouts.counts_training_steps(opened.step.layout)
     in_metadata = number_in_metadata(opened)
     # What the writer called the folder states the number in its name, whatever that counts.
-    is_named = in_metadata is not None and (counted_steps is None or not counts_steps)
-    count = in_metadata if is_named else counted_steps
-    if number is None or count is None:
+    is_named = in_metadata is not None and (counter is None or not counts_steps)
+    if in_metadata is not None and is_named:
+        counter = Counter(in_metadata, number_in_metadata, counter.path if counter else "")
+    if number is None or counter is None:
         return [], _of_name("no file states the step, or its name does not", opened)
+    count = counter.n_steps
     if opened.step.layout in _NUMBERED_BY_RECORD:
         return [], _of_name("a record of the run gives its number", opened)
     further = _further_than(opened, in_metadata, counted_steps)
@@ -121,8 +124,7 @@ def check_identity(
     if count == number or (in_metadata is None and counts_steps and abs(count - number) <= 1):
         by = "metadata" if is_named else f"step count {count:,}"
         return [], Claim.proven(ClaimName.IDENTITY, by)
-    counter = number_in_metadata if is_named else count_of
-    counts = [*counts_beside(opened, counter)]
+    counts = [*counts_beside(opened, counter.count_in)]
     if _is_swapped(number, count, counts):
         return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     if _fits(number, count, counts) or (counts_steps and abs(count - number) <= 1):
@@ -132,8 +134,8 @@ def check_identity(
     is_regular = len(agreeing) > 1 or opened.step.layout in _NAMED_BY_COUNT
     if agreeing and is_regular and len(agreeing) == len(counts):
         is_other = is_named or (counts_steps and _is_a_step(number, count, counts))
-        if counting_file is not None:
-            is_other = _is_file_of_step(opened, counting_file, count)
+        if counter.path:
+            is_other = _is_file_of_step(opened, counter.path, count)
         if is_other:
             return [_wrong_step(opened, count, counts[0])], _of_name("", opened)
     return [], _of_name(f"its train state counts {count:,} steps, and its name {number:,}", opened)
@@ -156,10 +158,7 @@ def _further_than(opened: OpenStep, named: int | None, counted: int | None) -> i
 
 
 def check_optimizer_count(
-    opened: OpenStep,
-    of_state: int,
-    optimizer: CountingOptimizer,
-    count_of: CountOf,
+    opened: OpenStep, optimizer: Counter, counter: Counter
 ) -> tuple[list[Finding], Claim | None]:
     """Compare the steps that the train state counts with those that the optimizer counts.
 
@@ -170,10 +169,10 @@ def check_optimizer_count(
     Yields `state.mixed`, and a claim where the identity is unknown. Cost: none where the counts
     agree; else as `check_identity`.
     """
-    of_optimizer = optimizer.n_steps
+    of_state, of_optimizer = counter.n_steps, optimizer.n_steps
     if abs(of_state - of_optimizer) <= 1:
         return [], None
-    states = dict(counts_beside(opened, count_of))
+    states = dict(counts_beside(opened, counter.count_in))
     optimizers = dict(counts_beside(opened, optimizer.count_in))
     both = states.keys() & optimizers.keys()
     pairs = [(states[n], optimizers[n]) for n in sorted(both)]
@@ -192,7 +191,7 @@ def check_optimizer_count(
     return [_mixed(opened, optimizer, "the train state", of_state)], None
 
 
-def _mixed(opened: OpenStep, optimizer: CountingOptimizer, what: str, number: int) -> Finding:
+def _mixed(opened: OpenStep, optimizer: Counter, what: str, number: int) -> Finding:
     n_steps = optimizer.n_steps
     return Finding(
         "state.mixed",
@@ -203,7 +202,7 @@ def _mixed(opened: OpenStep, optimizer: CountingOptimizer, what: str, number: in
     )
 
 
-def _is_alone(opened: OpenStep, optimizer: CountingOptimizer) -> bool:
+def _is_alone(opened: OpenStep, optimizer: Counter) -> bool:
     """Whether the file of the step that an optimizer counts lies among files that are not of it.
 
     Cost: none where that step is gone; else four short reads, of it and of the largest other file.
@@ -308,26 +307,23 @@ def _wrong_step(opened: OpenStep, count: int, beside: tuple[int, int]) -> Findin
     )
 
 
-class CountingOptimizer(NamedTuple):
-    """A file of `torch.save` with an optimizer, and the steps that it counts."""
-
-    path: str
-    n_steps: int
-
-    def count_in(self, opened: OpenStep) -> int | None:
-        """The steps that the same optimizer counts in another step. Cost: three short reads."""
-        key = key_of(self.path)
-        alike = [file for file in _optimizer_files(opened) if key_of(file.path) == key]
-        return _steps_in(opened, alike[0]) if alike else None
-
-
-def counting_optimizers(opened: OpenStep) -> list[CountingOptimizer]:
+def counting_optimizers(opened: OpenStep) -> list[Counter]:
     """The files of `torch.save` with an optimizer that counts steps, one of each kind.
 
     Cost: three short reads for each of `MAX_OPTIMIZERS` files at most.
     """
     counts = [(file.path, _steps_in(opened, file)) for file in _optimizer_files(opened)]
-    return [CountingOptimizer(path, n_steps) for path, n_steps in counts if n_steps is not None]
+    return [
+        Counter(n_steps, partial(_steps_of_kind, key_of(path)), path)
+        for path, n_steps in counts
+        if n_steps is not None
+    ]
+
+
+def _steps_of_kind(key: str, opened: OpenStep) -> int | None:
+    """The steps that the optimizer of a kind counts in another step. Cost: three short reads."""
+    alike = [file for file in _optimizer_files(opened) if key_of(file.path) == key]
+    return _steps_in(opened, alike[0]) if alike else None
 
 
 def _optimizer_files(opened: OpenStep) -> list[FileInfo]:

@@ -40,7 +40,6 @@ from ckptctl.findings import (
     in_order,
     verdict_of,
 )
-from ckptctl.formats.families import FAMILY
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
@@ -65,7 +64,7 @@ from ckptctl.inspection.stages import (
 )
 from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import check_required
-from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step, TrainState, WorldSize
+from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
 
@@ -265,7 +264,7 @@ def _report(
             )
     verdict = verdict_of(findings)
     metadata = [(part, one) for part in parts for one in part.metadata]
-    files = _saved_files(step)
+    files = [file for file in step.files if not is_own(file.path)]
     proven = context.content.proven if context.content else NOTHING_PROVEN
     return Report(
         url=step.url,
@@ -283,7 +282,7 @@ def _report(
         n_records=sum(len(part.ranges) for part in parts),
         bytes_read=sum(part.bytes_read for part in parts)
         + (context.content.n_read if context.content else 0),
-        written_s=_newest(files),
+        written_s=layouts.last_written_s(step.files),
         parts=tuple(name for part in step.parts for name in _names(step, part)),
         digests=tuple(
             pair
@@ -313,8 +312,7 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         number = r"(?<![0-9.])[0-9]+(?!\.?[0-9])"
         yield from sorted({re.sub(number, "N", file.path) for file in part.files})
     # RNG states are compared as a kind of train state: a job of one rank may write one file.
-    grids = [grid for grid in part.grids if grid.what != "RNG states"]
-    grids = [grid for grid in grids if grid.framework != FAMILY]
+    grids = [grid for grid in part.grids if grid.is_named and grid.what != "RNG states"]
     if not grids:
         yield part.path
     for grid in grids:
@@ -322,15 +320,10 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         folders = [one for one in grid.folder.split("/") if one and step_name(one) is None]
         yield "/".join((*folders, grid.what))
     # Beside the shards of a model, safetensors are an export of it.
-    is_export = any("model" in grid.what for grid in part.grids)
+    is_export = any("model" in grid.holds for grid in part.grids)
     if part.format is PartFormat.RANK_FILES and not is_export:
         held = [inside(one.path, file.path) for one in safetensors_in(part) for file in one.files]
         yield from sorted({path.rpartition("/")[0] for path in held} - {""})
-
-
-def _saved_files(step: Step) -> list[FileInfo]:
-    """The files of the step without those that ckptctl wrote: they say nothing of the save."""
-    return [file for file in step.files if not is_own(file.path)]
 
 
 def _recorded_world_size(
@@ -343,10 +336,6 @@ def _recorded_world_size(
         return WorldSize(seal.step.world_size, "seal")
     stated = context.wholeness.n_ranks if context.wholeness else None
     return found if stated is None else WorldSize(stated, "manifest")
-
-
-def _newest(files: Sequence[FileInfo]) -> float | None:
-    return max((file.mtime_s for file in files if file.mtime_s is not None), default=None)
 
 
 _HALF_WRITTEN = frozenset({"record.framing", "shard.truncated", "file.unreadable"})
@@ -364,7 +353,7 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
     """
     step = opened.step
     beside = [] if opened.beside is None else [opened.beside.file]
-    newest = _newest([*_saved_files(step), *beside])
+    newest = layouts.last_written_s([*step.files, *beside])
     age_s = None if newest is None else time.time() - newest
     ahead_s = max(grace_s, MAX_AHEAD_S) if grace_s else 0.0
     young = age_s is not None and -ahead_s <= age_s < grace_s

@@ -133,10 +133,9 @@ def check_one_save(
         return [], _unknown(f"{why}, and no other step shows how long a save takes", opened)
     later = {path for path, at_s in files.items() if own.last_s - at_s <= apart_s / 2}
     expected = f"files written within {duration(window_s)}"
-    finding = _two_saves(files, later, duration(apart_s), expected)
     # One other step shows neither how long a save takes nor how far apart two are.
-    if not (is_over and (is_known or (is_trained and is_between))):
-        finding = _doubt(finding)
+    is_shown = is_over and (is_known or (is_trained and is_between))
+    finding = _two_saves(files, later, duration(apart_s), expected, is_shown=is_shown)
     return [finding], _unknown(finding.message, opened)
 
 
@@ -300,33 +299,30 @@ def are_apart(older: SaveTimes, newer: SaveTimes) -> bool:
 
 
 def _two_saves(
-    files: Mapping[str, float], later: Collection[str], after: str, expected: str
+    files: Mapping[str, float],
+    later: Collection[str],
+    after: str,
+    expected: str,
+    *,
+    is_shown: bool = True,
 ) -> Finding:
+    """The finding for files of a later save; a suspicion unless other steps have shown it."""
+    code = "step.two-saves" if is_shown else "step.times"
+    why = "or a copy was; no other step shows which"
+    if is_shown:
+        why = "and a load would mix the two"
     is_late = sorted(later)
     n_others = len(files) - len(is_late)
     verb_of_late = verb(len(is_late), "was", "were")
     return Finding(
-        "step.two-saves",
+        code,
         is_late[0],
         f"{some_of(is_late)} {verb_of_late} written {after} after "
-        f"{counted(n_others, 'other file')} of the step: a later save over it was interrupted, and "
-        "a load would mix the two",
+        f"{counted(n_others, 'other file')} of the step: a later save over it was interrupted, "
+        f"{why}",
         expected=expected,
         found=f"files written {after} apart",
-        next_command="ckptctl explain step.two-saves",
-    )
-
-
-def _doubt(finding: Finding) -> Finding:
-    """The same as a suspicion, where no other step shows how long a save takes."""
-    return Finding(
-        "step.times",
-        finding.where,
-        finding.message.partition(":")[0]
-        + ": a later save over it was interrupted, or a copy was; no other step shows which",
-        finding.expected,
-        finding.found,
-        "ckptctl explain step.times",
+        next_command=command_line("explain", code),
     )
 
 

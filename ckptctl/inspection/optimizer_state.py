@@ -42,7 +42,7 @@ from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards
 from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.predecessor import Before, compared_before
-from ckptctl.inspection.sidecars import FileReads, value_in_file, value_in_record
+from ckptctl.inspection.sidecars import FileReads, in_archive, value_in_record
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.model import DTYPE_SIZES, SHARDED, Metadata, TensorEntry
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
@@ -181,10 +181,9 @@ def _in_files(opened: OpenStep, limits: Limits) -> dict[str, Values]:
     ]
     for file in files[:_MOST_FILES]:
         path = opened.in_store(file.path)
-        reads = FileReads(opened.store, path, _MOST_OF_A_PICKLE)
-        with suppress(*_UNREADABLE):
-            found = value_in_file(reads, file.size, _moments_in)
-            for name, start, n_bytes, form in found if isinstance(found, list) else ():
+        with suppress(StorageError):
+            found = in_archive(opened.store, path, file.size, _moments_in, _MOST_OF_A_PICKLE)
+            for name, start, n_bytes, form in found or ():
                 runs[f"{file.path}: {name}"] = _ScanRun(path, start, n_bytes, form)
     with suppress(StorageError):
         read_runs(opened.store, [*runs.values()], replace(limits, on_progress=None))

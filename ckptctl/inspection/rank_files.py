@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
@@ -21,7 +21,6 @@ from ckptctl.findings import Finding
 from ckptctl.formats.families import (
     COMPOSERS_RANKS,
     CONVERSIONS,
-    FAMILY,
     MAX_STATED,
     STATED_INSIDE,
     grids_of,
@@ -42,11 +41,13 @@ from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, command_line, counted, listed, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.safetensors import check_index, check_numbers
+from ckptctl.inspection.shape import missing_file
 from ckptctl.inspection.sidecars import tensor_sizes
 from ckptctl.model import (
+    FAMILY,
     SHARDED,
+    Family,
     FileInfo,
-    Grid,
     Part,
     PartFormat,
     Step,
@@ -55,43 +56,45 @@ from ckptctl.model import (
 )
 
 
-def check_rank_files(
-    step: Step,
-    part: Part,
-    archives: Collection[str],
-    held: Callable[[], Collection[str]],
-) -> Iterator[Finding]:
+def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Iterator[Finding]:
     """Yield the faults that the names in a rank-file part show. Cost: one match of each name.
 
-    `archives` are the paths of its `torch.save` files. `held` returns the kinds of train state
-    that the content of the files shows; it is called where no name shows the weights. Yields
-    `file.missing` for each kind of which a rank lacks its file and where no file holds weights,
-    `state.mixed` where files of several world sizes lie in one folder, and `format.unlisted`
-    where nothing shows which file holds the weights. Families that no framework names are
-    checked by `inspection.whole`.
+    `archives` are the paths of its `torch.save` files. Yields `file.missing` for each kind of
+    which a rank lacks its file and where no file holds weights, and `state.mixed` where files of
+    several world sizes lie in one folder. Families that no framework names are checked by
+    `inspection.whole`.
     """
-    lacking = (one for one in part.grids if one.missing)
+    lacking = (family for family in part.grids if family.lost)
     yield from at_most_few(_missing(step, one) for one in lacking)
     yield from _mixed(step, part.grids)
     indexes = (re.fullmatch(TABLES.torch_index, file.path) for file in part.files)
     indexed = {match["folder"] for match in indexes if match}
     alone = [path for path in archives if path[: path.rfind("/") + 1] not in indexed]
     yield from [*check_numbers(alone)] or _without_index(step, alone)
+    if not (_names_weights(step, part) or _unknown_archives(step, archives)):
+        message = "no file of the step holds the model's weights"
+        yield missing_file(step, "", message)
+
+
+def may_hold_weights(step: Step, part: Part, archives: Collection[str]) -> bool:
+    """Whether no name shows the weights, and a file of an unknown name may hold them."""
+    return not _names_weights(step, part) and bool(_unknown_archives(step, archives))
+
+
+def _names_weights(step: Step, part: Part) -> bool:
+    """Whether the name of a file shows that it holds the weights, or the step is one file."""
     kinds = [kind_of_file(step.layout, file.path) for file in part.files if file.size]
-    names = {name for kind in kinds if kind for name in kind.names}
-    is_one_file = [file.path for file in part.files] == [step.name]
-    if "model" in names or is_one_file:
-        return
-    unknown = [
+    is_named = any("model" in kind.names for kind in kinds if kind)
+    return is_named or [file.path for file in part.files] == [step.name]
+
+
+def _unknown_archives(step: Step, archives: Iterable[str]) -> list[str]:
+    """The files of `torch.save` whose names do not show what they hold."""
+    return [
         path
         for path in archives
         if kind_of_file(step.layout, path) is None and not file_holds_no_state(path)
     ]
-    if not unknown:
-        message = "no file of the step holds the model's weights"
-        yield _missing_file(step, "", message)
-    elif "model" not in held():
-        yield _unlisted(archives)
 
 
 def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
@@ -99,7 +102,7 @@ def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
     found = (re.fullmatch(TABLES.torch_shard, path) for path in archives)
     for model in sorted({match["model"] for match in found if match}):
         index = f"{model}.bin.index.json"
-        yield _missing_file(
+        yield missing_file(
             step,
             index,
             f"{index} is missing: without it no load finds the files of the model",
@@ -123,7 +126,7 @@ def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Itera
             continue
         named = content.decode("utf-8", "replace").strip()
         if not any(one.startswith(f"{folder}{named}/") for one in paths):
-            yield _missing_file(
+            yield missing_file(
                 step,
                 path,
                 f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
@@ -138,7 +141,7 @@ def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> 
     are the decoded top levels of files, by path, and name the parameters.
     """
     for name, missing in _files_of_parameters(step.layout, part.files, contents):
-        yield _missing_file(
+        yield missing_file(
             step,
             missing[0],
             f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
@@ -204,12 +207,11 @@ def check_manifest(opened: OpenStep, manifest: Manifest, *, is_deep: bool) -> It
     named = {path: item for item in manifest.items for path in item.files.values()}
     missing = sorted(named.keys() - there)
     if missing:
-        yield Finding(
-            "file.missing",
+        yield missing_file(
+            opened.step,
             missing[0],
             f"{len(missing):,} of {counted(len(named), 'file')} that {MANIFEST} names "
             f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
-            next_command=command_line("show", opened.url),
         )
         return
     for item in manifest.items:
@@ -253,7 +255,7 @@ def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -
     stated = stated_ranks(step, contents)
     if stated:
         found = grids_of(part.files, step.layout, stated)
-        yield from at_most_few(_missing(step, one) for one in found if one.missing)
+        yield from at_most_few(_missing(step, family) for family in found if family.lost)
 
 
 def stated_ranks(step: Step, contents: Mapping[str, object]) -> Mapping[str, int]:
@@ -278,26 +280,21 @@ def _value_at(content: object, path: Iterable[str]) -> object:
     return content
 
 
-def _missing(step: Step, grid: Grid) -> Finding:
-    n_missing = grid.n_files - grid.n_present
+def _missing(step: Step, grid: Family) -> Finding:
+    n_missing, lost = grid.n_files - grid.n_present, grid.lost
     of_ranks = f" of {grid.n_ranks} ranks" if grid.n_ranks else ""
-    return _missing_file(
+    return missing_file(
         step,
-        grid.missing[0],
+        lost[0],
         f"{n_missing:,} of {counted(grid.n_files, 'file')} with the {grid.what}{of_ranks} "
-        f"{verb(n_missing, 'is', 'are')} missing: {some_of(grid.missing)}",
+        f"{verb(n_missing, 'is', 'are')} missing: {some_of(lost)}",
     )
 
 
-def _missing_file(step: Step, where: str, message: str) -> Finding:
-    show = command_line("show", step.url)
-    return Finding("file.missing", where, message, next_command=show)
-
-
-def _mixed(step: Step, found: Sequence[Grid]) -> Iterator[Finding]:
+def _mixed(step: Step, found: Sequence[Family]) -> Iterator[Finding]:
     sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for one in found:
-        if one.framework != FAMILY and one.stated and one.n_ranks is not None:
+        if one.is_named and one.stated and one.n_ranks is not None:
             sizes[one.folder, one.framework, one.what].append(one.n_ranks)
     for (folder, _, what), ranks in sizes.items():
         if len(ranks) > 1:
@@ -317,7 +314,8 @@ def several_worlds(step: Step, where: str, what: str, sizes: Iterable[int]) -> F
     )
 
 
-def _unlisted(archives: Collection[str]) -> Finding:
+def unlisted(archives: Collection[str]) -> Finding:
+    """The finding for files of which nothing shows that one holds the weights."""
     return Finding(
         "format.unlisted",
         "",
@@ -410,7 +408,7 @@ def check_saved_world_size(
     framework names are checked by `inspection.whole`.
     """
     for part in parts:
-        counts = [grid.n_ranks or 0 for grid in part.grids if grid.framework != FAMILY]
+        counts = [grid.n_ranks or 0 for grid in part.grids if grid.is_named]
         n_ranks = max(counts, default=0)
         if 0 < n_ranks < expected:
             yield _too_few("the step", f"files of {n_ranks} ranks", expected, part.path, url)
@@ -507,12 +505,12 @@ def check_bound(parts: Sequence[Part], url: str) -> Iterator[Finding]:
     manifest such as `metadata.pkl` of torch_checkpointing, by which they could be resharded.
     """
     for part in parts:
-        grid = next((one for one in part.grids if one.sharded and one.framework == FAMILY), None)
+        grid = next((one for one in part.grids if one.sharded and not one.is_named), None)
         if grid is not None:
             yield Finding(
                 "world-size.bound",
                 part.path,
-                f"{grid.n_present:,} ranks wrote files of their own ({grid.what}), and without a "
+                f"{grid.n_present:,} ranks wrote files of their own ({grid.holds}), and without a "
                 "manifest (metadata.pkl) nothing says how another number of ranks could load them",
                 next_command=command_line("show", url),
             )
@@ -527,7 +525,7 @@ def _is_fixed(part: Part, wanted: int) -> bool:
         sharded = (one for one in part.grids if one.sharded)
         return any(
             (one.n_ranks or one.n_files) != wanted
-            if one.n_ranks or one.framework == FAMILY
+            if one.n_ranks or not one.is_named
             else wanted % one.n_files
             for one in sharded
         )

@@ -164,6 +164,13 @@ def empty_file(step: Step, path: str) -> Finding:
     )
 
 
+def missing_file(
+    step: Step, where: str, message: str, *, expected: str | None = None, found: str | None = None
+) -> Finding:
+    """The finding for files that belong to a step and are not there."""
+    return Finding("file.missing", where, message, expected, found, command_line("show", step.url))
+
+
 def _no_tensors(step: Step) -> Finding:
     n_files = len(step.files)
     found = counted(n_files, "other file") if n_files else "nothing"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ from ckptctl.formats.frameworks.state_keys import (
     Leaf,
     StateKind,
     StateMap,
+    counts_steps,
     entries_of,
     kinds_in_file,
     kinds_of,
@@ -53,6 +54,8 @@ from ckptctl.storage.contract import Span, Store, read_range
 
 if TYPE_CHECKING:
     from ckptctl.inspection.open_step import OpenPart, OpenStep
+
+T = TypeVar("T")
 
 MAX_SIDECAR_BYTES = 16 * 2**20
 MAX_SIDECARS = 32
@@ -202,42 +205,39 @@ class FileReads:
         return read_range(self._store, self._path, start, n_bytes)
 
 
+def in_archive(
+    store: Store,
+    path: str,
+    size: int,
+    decode: Callable[[RecordDirectory, FileReads], T],
+    limit: int = MAX_SIDECAR_BYTES,
+) -> T | None:
+    """What `decode` makes of a file of `torch.save`; None where it is damaged or no archive.
+
+    No more than `limit` bytes are read at once. Storage errors pass through. Cost: two short reads,
+    and those of `decode`.
+    """
+    reads = FileReads(store, path, limit)
+    try:
+        directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
+        return decode(directory, reads)
+    except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
+        return None
+
+
 def value_in_archive(store: Store, path: str, size: int) -> object | None:
     """The value in an archive without the elements of its tensors; None where it is damaged.
 
     Cost: three short reads, and one for each number in a tensor at its top level.
     """
-    try:
-        return value_in_file(FileReads(store, path), size, _value_in)
-    except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
-        return None
-
-
-def value_in_file(
-    reads: FileReads, size: int, decode: Callable[[RecordDirectory, FileReads], object]
-) -> object:
-    """The value in a file of `torch.save`; `decode` makes it of an archive.
-
-    Raises `RecordUnreadable`, and what `decode` raises.
-    """
-    return decode(_directory(reads, size), reads)
-
-
-def _directory(reads: FileReads, size: int) -> RecordDirectory:
-    directory, _ = read_directory(lambda n: reads.get(size - n, size) or b"", size)
-    return directory
-
-
-COUNTS = ("global_step", "global_steps", "iteration", "iter", "iter_num", "step")
-"""Keys under which transformers, DeepSpeed, Lightning, Megatron, BasicSR, nanoGPT and others count
-the steps of the run."""
+    return in_archive(store, path, size, _value_in)
 
 
 def steps_counted(content: object) -> int | None:
-    """The steps that a decoded file counts under a key of `COUNTS`; None where it counts none."""
+    """The most steps that a decoded file counts at its top; None where it counts none."""
     held = content if isinstance(content, Mapping) else {}
-    count = next((held[key] for key in COUNTS if key in held), None)
-    return count if type(count) is int else None
+    counts = (n for key, n in held.items() if type(n) is int and counts_steps(str(key)))
+    return max(counts, default=None)
 
 
 def steps_inside(store: Store, path: str, size: int) -> tuple[int | float, ...]:
@@ -265,19 +265,18 @@ def counts_inside(store: Store, path: str, size: int) -> Mapping[str, int | floa
 def _numbers_inside(
     store: Store, path: str, size: int, is_wanted: Callable[[tuple[str, ...]], bool]
 ) -> Mapping[str, int | float]:
-    reads = FileReads(store, path)
-    try:
-        directory = _directory(reads, size)
+    def numbers(directory: RecordDirectory, reads: FileReads) -> dict[str, int | float | None]:
         pickle = read_member(directory, "data.pkl", reads)
-        if pickle is None:
-            return {}
-        found = {
-            keys: _number_of(one, directory, reads) if isinstance(one, TensorStub) else one
-            for keys, one in islice(_numbers(decode_value(pickle), is_wanted), MAX_NUMBERS)
+        held = () if pickle is None else _numbers(decode_value(pickle), is_wanted)
+        return {
+            ".".join(keys): _number_of(one, directory, reads)
+            if isinstance(one, TensorStub)
+            else one
+            for keys, one in islice(held, MAX_NUMBERS)
         }
-        return {".".join(keys): number for keys, number in found.items() if number is not None}
-    except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
-        return {}
+
+    found = in_archive(store, path, size, numbers) or {}
+    return {keys: number for keys, number in found.items() if number is not None}
 
 
 def _is_of_parameter(path: tuple[str, ...]) -> bool:
@@ -286,9 +285,7 @@ def _is_of_parameter(path: tuple[str, ...]) -> bool:
 
 def _is_of_steps(path: tuple[str, ...]) -> bool:
     """Whether a number counts steps: at the top, and in the state of an optimizer."""
-    of_parameter = _is_of_parameter(path)
-    (kind,) = kinds_of([Leaf(path, content="count")]) if len(path) == 1 else (None,)
-    return of_parameter or (kind is not None and kind.names == ("step",))
+    return _is_of_parameter(path) or (len(path) == 1 and counts_steps(path[0]))
 
 
 def _is_a_count(path: tuple[str, ...]) -> bool:
@@ -581,11 +578,7 @@ def leaves_in(store: Store, path: str, size: int) -> list[Leaf] | None:
     if path.endswith(SUFFIX):
         headers = read_headers(store, "", [FileInfo(path, size)])
         return next((_leaves_in_header(header) for _, header in headers), None)
-    reads = FileReads(store, path, MAX_PICKLE_BYTES)
-    try:
-        return [*leaves_of(value_in_file(reads, size, _state_in))]
-    except (MetadataUnreadable, MetadataUnsafe, RecordUnreadable):
-        return None
+    return in_archive(store, path, size, _leaves_of_state, MAX_PICKLE_BYTES)
 
 
 def _leaves_in_header(header: bytes) -> list[Leaf] | None:
@@ -593,11 +586,11 @@ def _leaves_in_header(header: bytes) -> list[Leaf] | None:
     return None if tensors is None else [*leaves_of(tensors)]
 
 
-def _state_in(directory: RecordDirectory, reads: FileReads) -> object:
+def _leaves_of_state(directory: RecordDirectory, reads: FileReads) -> list[Leaf]:
     pickle = read_member(directory, "data.pkl", reads)
     if pickle is None:
         raise RecordUnreadable(f"it has no pickle of at most {MAX_PICKLE_BYTES:,} bytes")
-    return decode_shards(pickle)
+    return [*leaves_of(decode_shards(pickle))]
 
 
 def checksums_in(opened: OpenStep, path: str) -> object:
@@ -606,11 +599,9 @@ def checksums_in(opened: OpenStep, path: str) -> object:
     Raises `StorageError`. Cost: two short reads.
     """
     size = next((file.size for file in opened.files if file.path == path), 0)
-    reads = FileReads(opened.store, opened.in_store(path))
-    try:
-        return value_in_file(reads, size, _checksums) if not path.endswith(SUFFIX) else None
-    except RecordUnreadable:
+    if path.endswith(SUFFIX):
         return None
+    return in_archive(opened.store, opened.in_store(path), size, _checksums)
 
 
 def _checksums(directory: RecordDirectory, _: FileReads) -> object:

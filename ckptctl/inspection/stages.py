@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.claims import Claim
@@ -41,7 +40,9 @@ from ckptctl.inspection.rank_files import (
     check_named,
     check_rank_files,
     check_stated_ranks,
+    may_hold_weights,
     stated_ranks,
+    unlisted,
 )
 from ckptctl.inspection.safetensors import check_safetensors
 from ckptctl.inspection.seals import NOTHING_NOTED, Notes, ask_store, read_notes
@@ -193,9 +194,7 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     for held in part.safetensors:
         yield from inspect_safetensors(opened.store, held.folder, held.part, held.headers)
     if part.part.format is PartFormat.RANK_FILES:
-        held_inside = partial(_held_inside, opened)
-        archives = part.ranges.file_names
-        yield from check_rank_files(opened.step, part.part, archives, held_inside)
+        yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
         yield from check_named(opened.step, part.part, read_named(part))
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
@@ -203,14 +202,6 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
         yield from check_presence(part.ranges, part.part.files, part.path)
         yield from check_sizes(part.ranges, part.path)
         yield from check_part_coverage(part.metadata, part.path)
-
-
-def _held_inside(opened: OpenStep) -> Collection[str]:
-    """The kinds of train state that the content of a rank-file step shows."""
-    contents = {one.path: one.content for one in opened.sidecars if one.content is not None}
-    step = opened.step
-    contents |= _tensors_in_headers(opened)
-    return train_state(Sources(step.layout, [], sidecars_of(step), contents, {})).held
 
 
 def _tensors_in_headers(opened: OpenStep) -> dict[str, object]:
@@ -323,7 +314,13 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             contents[opened.beside.file.path] = opened.beside.content
     damaged = {one.where for one in context.findings if one.severity is Severity.FAULT}
     mapped = context.requirements.state_map
-    for sidecar in opened.sidecars if is_cheap or opened.has_sidecars else ():
+    rank_files = (part for part in opened.parts if part.part.format is PartFormat.RANK_FILES)
+    unnamed = [
+        part.ranges.file_names
+        for part in rank_files
+        if may_hold_weights(step, part.part, part.ranges.file_names)
+    ]
+    for sidecar in opened.sidecars if is_cheap or unnamed or opened.has_sidecars else ():
         if sidecar.finding is not None and sidecar.path not in damaged:
             yield sidecar.finding
         if sidecar.content is not None:
@@ -351,6 +348,8 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
             copies,
         )
     )
+    if "model" not in context.state.held:
+        yield from map(unlisted, unnamed)
 
 
 def counts(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

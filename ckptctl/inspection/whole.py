@@ -24,7 +24,7 @@ import msgspec
 from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import Family, key_of, kind_key, named_families
+from ckptctl.formats.families import key_of, kind_key, named_families
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.manifest import MANIFEST, Manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
@@ -40,7 +40,7 @@ from ckptctl.inspection.file_kinds import (
 )
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, several_worlds
-from ckptctl.inspection.shape import empty_file
+from ckptctl.inspection.shape import empty_file, missing_file
 from ckptctl.inspection.sidecars import (
     TensorSizes,
     checksums_in,
@@ -48,7 +48,7 @@ from ckptctl.inspection.sidecars import (
     split_tensors,
     tensor_sizes,
 )
-from ckptctl.model import SHARDED, Level, Part, PartFormat, Step
+from ckptctl.model import SHARDED, Family, Level, Part, PartFormat, Step
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
@@ -574,8 +574,8 @@ def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> I
     """
     compared, layout = Compared(opened), opened.step.layout
     named = named_families(part.files, layout)
-    uncounted = [family for family, grid in named.values() if not grid.stated]
-    if not uncounted or any(grid.missing for grid in part.grids):
+    uncounted = [family for family in named.values() if not family.stated]
+    if not uncounted or any(family.lost for family in part.grids):
         return
     neighbours = opened.neighbours
     is_only = reads_only_step and neighbours.are_known and not neighbours.newer()
@@ -583,20 +583,19 @@ def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> I
     for older in steps_before(compared.opened, MAX_BEFORE):
         is_only = False
         files = [file for other in older.step.parts for file in other.files]
-        then = {key: family for key, (family, _) in named_families(files, layout).items()}
-        other = _Beside(older, then, is_newer=False)
+        other = _Beside(older, named_families(files, layout), is_newer=False)
         with suppress(StorageError):
             lost = [*_lost_since(opened, uncounted, other)]
             for gap, is_smaller in lost:
                 # Files of fewer ranks, as of model parallelism alone, do not count all of them.
-                of_all = [family for family, _ in named.values() if family.n_files >= gap.n_files]
+                of_all = [family for family in named.values() if family.n_files >= gap.n_files]
                 is_missing = is_smaller or _is_same_world(of_all, other)
                 yield _missing(opened.step, gap) if is_missing else _unlisted([gap.family], [other])
             if lost:
                 return
     # The folders of the ranks of NVRx state how many there are.
     for family in uncounted if is_only and layout != "nvrx" else ():
-        if named[family.key][1].sharded and family.n_present > 1:
+        if family.sharded and family.n_present > 1:
             findings = _by_content(compared, [family], []).findings
             yield from findings
             if findings:
@@ -831,13 +830,12 @@ def _missing(step: Step, gap: Gap) -> Finding:
     if names:
         of_all = f"{n_missing:,} of {counted(gap.n_files, 'file')} {family.key}"
         what = f"{of_all} {verb(n_missing, 'is', 'are')} missing: {some_of(names)}"
-    return Finding(
-        "file.missing",
+    return missing_file(
+        step,
         names[0] if names else family.example,
         f"{what}; {gap.why}",
         expected=counted(gap.n_files, "file"),
         found=counted(family.n_present, "file"),
-        next_command=command_line("show", step.url),
     )
 
 

@@ -107,6 +107,6 @@ class Preflight:
                 self.message,
                 exit_code=self.exit_code,
                 next_command=self.next_command,
-                reason=self.reason.value if self.reason is not None else "",
+                reason=self.reason or "",
             )
         return self.path

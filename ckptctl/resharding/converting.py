@@ -28,7 +28,7 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.content import Asked
-from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
 from ckptctl.model import SHARDED, Level, PartFormat
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
@@ -302,8 +302,11 @@ def _from_step(
             room = asked.options.budget(found.store, place.store)
             write_export(source, export, place, room, asked.options.on_progress)
             return _written(asked, found.url, place.url, export, inspected.report)
-        except (SourceDamaged, ShortRead) as damage:
-            report = source_in(inspected, ()).with_damage(damage)
+        except SourceDamaged as error:
+            report = source_in(inspected, ()).with_damage(error.finding)
+            return not_converted(found.url, place.url, report)
+        except ShortRead as error:
+            report = source_in(inspected, ()).with_damage(inspection_failed(found, error))
             return not_converted(found.url, place.url, report)
 
 

@@ -349,7 +349,7 @@ def _import(source: Source, notes: Sequence[Finding], asked: Conversion, place: 
     try:
         made = write(planned, place, asked.options.budget(stores[0], place.store), asked.options)
     except SourceDamaged as damage:
-        return not_converted(source.url, place.url, source.with_damage(damage))
+        return not_converted(source.url, place.url, source.with_damage(damage.finding))
     if isinstance(made, Report):
         return not_converted(source.url, place.url, made)
     n_tensors = sum(part.n_cut + part.n_whole for part in planned.parts)

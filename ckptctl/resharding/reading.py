@@ -25,6 +25,7 @@ from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable,
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
     LEGACY_HEAD,
+    NOT_AN_ARCHIVE,
     Member,
     RecordDirectory,
     check_headers,
@@ -193,10 +194,7 @@ def _sound(store: Store, file: FileInfo) -> tuple[RecordDirectory, _Read]:
     """The directory, and all members but the storages; headers agree with the directory."""
     path, length = file.path, file.size
     if is_before_archives(read_range(store, path, 0, min(LEGACY_HEAD, length))):
-        raise UsageError(
-            f"{store.url}/{path} has the format from before torch 1.6, which has no checksums; "
-            "torch.load and torch.save rewrite it"
-        )
+        raise UsageError(f"{store.url}/{path} {NOT_AN_ARCHIVE}")
     directory, _ = read_directory(lambda n: read_range(store, path, length - n, n), length)
     wanted: list[tuple[int, int]] = []
     for member in directory.members:

@@ -85,7 +85,7 @@ from ckptctl.records.slices import (
     position,
     row_major,
 )
-from ckptctl.storage.contract import Closing, ShortRead, Span, Store
+from ckptctl.storage.contract import Closing, Span, Store
 
 MAX_VALUE_BYTES = 64 << 20
 """The longest record of a value that is read; it is held in memory."""
@@ -251,17 +251,12 @@ class Source:
         for finding in self.changes():
             raise SourceDamaged(finding)
 
-    def with_damage(self, damage: SourceDamaged | ShortRead) -> Report:
+    def with_damage(self, damage: Finding) -> Report:
         """The report with the damage that was found, or `step.changed` if files were written since.
 
-        What was read of two saves does not prove that either of them is damaged, and a file that
-        ends before what was listed is being written. Cost: one listing.
+        What was read of two saves does not prove that either of them is damaged. Cost: one listing.
         """
-        if isinstance(damage, ShortRead):
-            finding = Finding(damage.code, "", damage.message, next_command=damage.next_command)
-        else:
-            finding = damage.finding
-        return self.report.with_findings(next(self.changes(), finding))
+        return self.report.with_findings(next(self.changes(), damage))
 
 
 def source_in(

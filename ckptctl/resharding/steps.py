@@ -18,7 +18,7 @@ from ckptctl.findings import Report, Severity
 from ckptctl.formats.frameworks.layouts import compile_pattern, step_name
 from ckptctl.formatting import command_line
 from ckptctl.inspection.content import Asked
-from ckptctl.inspection.inspecting import Inspection, inspect_step
+from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
 from ckptctl.inspection.seals import is_unwritten
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
@@ -137,8 +137,12 @@ def reshard(
             return answer
         try:
             written = write(planned, place, room, options)
-        except (SourceDamaged, ShortRead) as damage:
-            return _refused(found.url, place.url, wanted, whole.with_damage(damage))
+        except SourceDamaged as error:
+            report = whole.with_damage(error.finding)
+            return _refused(found.url, place.url, wanted, report)
+        except ShortRead as error:
+            report = whole.with_damage(inspection_failed(found, error))
+            return _refused(found.url, place.url, wanted, report)
         if isinstance(written, Report):
             return _refused(found.url, place.url, wanted, written)
         return replace(

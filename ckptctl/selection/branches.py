@@ -34,7 +34,7 @@ from ckptctl.formats.own.documents import BranchDocument, LeftBehind
 from ckptctl.formats.own.files import as_stored, read_back, utc_now
 from ckptctl.formats.own.marks import metadata_digest
 from ckptctl.formats.own.seals import Seal
-from ckptctl.formatting import counted, rfc3339, seconds_of, some_of
+from ckptctl.formatting import counted, rfc3339, seconds_of, some_of, verb
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.one_save import (
     LEAST_WINDOW_S,
@@ -104,7 +104,7 @@ def write_order(
     `n_not_compared` is how many more there are with lower numbers. Cost: nothing is read.
     """
     if own is None:
-        return WriteOrder(Order.COPIED, _unknown("the storage keeps no write times"))
+        return WriteOrder(Order.COPIED, _unknown("its write times are not known"))
     lower = sorted((one for one in others if one.number < own.number), key=_written)
     later = tuple(one for one in lower if one.first_s > own.weights_s)
     if not later:
@@ -143,7 +143,8 @@ def _written(times: SaveTimes) -> tuple[float, float]:
 
 def _in_order(own: SaveTimes, lower: Sequence[SaveTimes], n_not_compared: int) -> Claim:
     if n_not_compared:
-        return _unknown(f"{counted(n_not_compared, 'older step')} were not compared")
+        were = verb(n_not_compared, "was", "were")
+        return _unknown(f"{counted(n_not_compared, 'older step')} {were} not compared")
     if not lower:
         return _proven("no older step was written later")
     before = max(lower, key=lambda one: one.weights_s)
@@ -217,19 +218,22 @@ def _far(names: Sequence[str]) -> Iterator[str]:
 def branch_of(
     chosen: Candidate,
     candidates: Sequence[Candidate],
-    opened_roots: Sequence[OpenRoot],
-    inspector: CachingInspector,
+    root: OpenRoot,
+    inspected: Mapping[Candidate, Inspection],
+    inspector: CachingInspector | None = None,
 ) -> WriteOrder:
     """Whether a step is on the branch that was written last, among `candidates`.
 
-    Steps of other roots, and steps that a mark or a record excludes, do not count. Cost: a listing
-    of each step in `to_compare`, none of those that were listed with the root; an inspection at
-    `listing` of each older step that was written later.
+    `root` is that of the step, which is among the `inspected`. Steps of other roots, those that
+    count something else, those that a mark or a record excludes, and folders that are no steps, do
+    not count. Cost: without an `inspector` none, and older steps that were not inspected are not
+    compared; with it a listing of each step in `to_compare`, none of those that were listed with
+    the root, and an inspection at `listing` of each older step that was written later.
     """
-    if inspector.inspected[chosen].notes.accepted:
+    own = inspected[chosen]
+    if own.notes.accepted:
         # The step to go on from.
         return WriteOrder(Order.CURRENT, _proven("accepted by a person"))
-    root = opened_roots[chosen.root_index]
     count = counted_by(chosen.named.layout)
     older = {
         one.named.name: one
@@ -237,36 +241,44 @@ def branch_of(
         if one.root_index == chosen.root_index
         and one.named.number < chosen.named.number
         and counted_by(one.named.layout) == count
+        and not (one in inspected and _is_left(one, inspected[one].report))
     }
-    step = inspector.inspected[chosen].step
-    own = times_of(step)
+    own_times = times_of(own.step)
+    if own_times is None:
+        return write_order(None, ())
+    known = {name: times_of(inspected[one].step) for name, one in older.items() if one in inspected}
     is_local = root.store.kind is StoreKind.LOCAL
     names, n_silent = to_compare(
         [*older],
         root.listing.folder_times,
-        own.weights_s if own is not None else 0.0,
-        known=root.listing.trees,
-        n_local_files=len(step.files) if is_local else None,
+        own_times.weights_s,
+        known={*known, *root.listing.trees},
+        n_local_files=len(own.step.files) if is_local else None,
     )
-    if own is None:
-        return write_order(None, ())
-    wanted = [older[name] for name in names]
-    if is_local:
-        listed = [inspector.times_of(one) for one in wanted]
+    unlisted = [older[name] for name in names if name not in known]
+    listed = [known[name] for name in names if name in known]
+    if inspector is None:
+        n_silent += len(unlisted)
+    elif is_local:
+        listed += [inspector.times_of(one) for one in unlisted]
     else:
-        listed = [times for _, times in in_flight(inspector.times_of, wanted)]
+        listed += [times for _, times in in_flight(inspector.times_of, unlisted)]
     times = [one for one in listed if one is not None]
     n_silent += len(listed) - len(times)  # what could not be listed was not compared
-    order = write_order(own, times, n_silent)
-    left = {one.name for one in order.later if _is_left(inspector, older[one.name])}
+    order = write_order(own_times, times, n_silent)
+    later = (older[one.name] for one in order.later if one.name not in known)
+    left = {
+        one.named.name
+        for one in later
+        if inspector is not None and _is_left(one, inspector(one, Level.LISTING))
+    }
     if left:
-        order = write_order(own, [one for one in times if one.name not in left], n_silent)
+        order = write_order(own_times, [one for one in times if one.name not in left], n_silent)
     return order
 
 
-def _is_left(inspector: CachingInspector, candidate: Candidate) -> bool:
+def _is_left(candidate: Candidate, report: Report) -> bool:
     """Whether a mark or a record excludes a step, or it is none."""
-    report = inspector(candidate, Level.LISTING)
     no_step = candidate.named.bare and not report.parts
     return no_step or report.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
 

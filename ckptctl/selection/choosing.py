@@ -40,7 +40,6 @@ from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deep
 from ckptctl.inspection.marks import check_marks_file
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep, RootSteps
-from ckptctl.inspection.rank_files import ranks_in
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
@@ -172,6 +171,18 @@ class PassedOver:
     """Why it was not chosen, in one line."""
     word: NoStepReason = NoStepReason.DAMAGED
     """The same as a word."""
+    cause: str = ""
+    """What is wrong with the step, where the reason also states which option accepts it."""
+
+    @property
+    def step(self) -> int | None:
+        """The number of the step."""
+        return self.report.number
+
+    @property
+    def path(self) -> str:
+        """The address of the step."""
+        return self.report.url
 
 
 MAX_INSPECTED_FURTHER = 10
@@ -396,13 +407,10 @@ def why_not(
     `others` are its copies in other roots, `older` the steps that it is compared with, `newer`
     those that were passed over before.
     """
-    return (
-        refusal(report, policy)
-        or _marked_elsewhere(report, others, inspect)
-        or _lacking(report, older, inspect, policy)
-        or _dropped(report, policy)
-        or _behind(report, newer, policy)
-    )
+    over = refusal(report, policy) or _marked_elsewhere(report, others, inspect)
+    if over is not None or policy.allow_missing_state:
+        return over
+    return _lacking(report, older, inspect) or _dropped(report) or _behind(report, newer)
 
 
 def refusal(report: Report, policy: PickPolicy) -> PassedOver | None:
@@ -458,32 +466,33 @@ def _marked_elsewhere(
     return None
 
 
-def _behind(report: Report, newer: Sequence[Report], policy: PickPolicy) -> PassedOver | None:
+def _behind(report: Report, newer: Sequence[Report]) -> PassedOver | None:
     """The refusal of a step without an optimizer as a substitute for one that was passed over.
 
     Older steps show what a step lacks; of a run whose older steps are weights alone, only the
     one that cannot be used does.
     """
-    if policy.allow_missing_state or report.state.optimizer.found:
+    if report.state.optimizer.found:
         return None
     for other in newer:
         kinds = (kind_of_file(other.layout, finding.where) for finding in other.findings)
         if other.state.optimizer.found or any(k and "optimizer" in k.names for k in kinds):
-            return PassedOver(
-                report,
-                f"lacks the optimizer, which step {other.number} has ({other.verdict.value}): a "
-                "resume from here would reset it (--allow-missing-state accepts that)",
-                NoStepReason.STATE_MISSING,
-            )
+            has = f"which step {other.number} has ({other.verdict.value})"
+            return _would_reset(report, f"lacks the optimizer, {has}")
     return None
 
 
-def _lacking(
-    report: Report, older: Sequence[Candidate], inspect: Inspect, policy: PickPolicy
-) -> PassedOver | None:
+def _would_reset(report: Report, cause: str, if_mapped: str = "") -> PassedOver:
+    """The refusal of a step that lacks state which another has."""
+    accepts = f"--allow-missing-state accepts that{if_mapped}"
+    reason = f"{cause}: a resume from here would reset it ({accepts})"
+    return PassedOver(report, reason, NoStepReason.STATE_MISSING, cause)
+
+
+def _lacking(report: Report, older: Sequence[Candidate], inspect: Inspect) -> PassedOver | None:
     """The refusal of a step that lacks train state which an older one has."""
     missing = absent_kinds(report)
-    if policy.allow_missing_state or not (missing or _may_lack_more(report)):
+    if not (missing or _may_lack_more(report)):
         return None
     # If it is uncertain that the step lacks anything, inspect one older step, not ten.
     older = older if missing else older[:1]
@@ -497,19 +506,15 @@ def _lacking(
             return PassedOver(report, reason, NoStepReason.STATE_MISSING)
         lost = [*_lost(report, earlier, missing)]
         if lost:
-            return PassedOver(
-                report,
-                f"lacks {', '.join(lost)}, which step {earlier.number} holds: a resume from here "
-                f"would reset it (--allow-missing-state accepts that{_if_mapped(report, lost)})",
-                NoStepReason.STATE_MISSING,
-            )
+            cause = f"lacks {', '.join(lost)}, which step {earlier.number} holds"
+            return _would_reset(report, cause, _if_mapped(report, lost))
     return None
 
 
-def _dropped(report: Report, policy: PickPolicy) -> PassedOver | None:
+def _dropped(report: Report) -> PassedOver | None:
     """The refusal of a step without a kind of file that the steps before it hold."""
     lost = next((one for one in report.findings if one.code == "file.dropped"), None)
-    if lost is None or policy.allow_missing_state:
+    if lost is None:
         return None
     return PassedOver(report, lost.message, NoStepReason.STATE_MISSING)
 
@@ -645,11 +650,9 @@ def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
 
 def _ranks(inspection: Inspection) -> tuple[frozenset[int], frozenset[int]]:
     """The ranks of which files are missing, and those of which files are there."""
-    present: set[int] = set()
+    present = {rank for _, ranks in inspection.report.ranks for rank in ranks}
     named: set[int] = set()
     for part in inspection.parts:
-        there = ranks_in(part.part)
-        present |= there
         names = part.ranges.file_names if part.metadata else ()
         named.update(rank for name in names if (rank := shard_rank(name)) is not None)
         named.update(range(max((one.n_ranks or 0 for one in part.part.grids), default=0)))
@@ -754,8 +757,9 @@ class RunSearch(Search):
         The step with the highest number and the one that was written last may be of two branches;
         a person, or a record, decides which of them the run is on.
         """
-        self.order = order = branch_of(chosen, self.candidates, self.opened_roots, self.inspect)
-        known = self.inspect.inspected[chosen]
+        root, inspected = self.opened_roots[chosen.root_index], self.inspect.inspected
+        self.order = order = branch_of(chosen, self.candidates, root, inspected, self.inspect)
+        known = inspected[chosen]
         report = known.report.with_claim(order.claim)
         self.inspect.inspected[chosen] = replace(known, report=report)
         self.chosen = report

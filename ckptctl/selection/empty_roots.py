@@ -13,12 +13,11 @@ import os
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
-from ckptctl.errors import StorageError, StorageUnavailable, UsageError
+from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights
 from ckptctl.formats.frameworks.layouts import (
@@ -34,7 +33,14 @@ from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
 from ckptctl.selection.choosing import NoStep, NoStepReason
 from ckptctl.selection.history import History, read_history
-from ckptctl.selection.roots import RootListing, check_listed_again, pointer_numbers, read_listing
+from ckptctl.selection.roots import (
+    RootListing,
+    check_listed_again,
+    is_checkpoint,
+    names_in,
+    pointer_numbers,
+    read_listing,
+)
 from ckptctl.selection.targets import OpenRoot, check_is_folder, check_root_there, parse_target
 from ckptctl.storage.contract import Store, StoreKind, list_if_there
 from ckptctl.storage.in_flight import in_flight
@@ -261,12 +267,9 @@ def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
 
     Cost: one listing per folder that is not a step, at most `MAX_FOLDERS_TRIED`.
     """
-    names = [*listing.unnumbered]
-    for folder in listing.folders[:MAX_FOLDERS_TRIED]:
-        with suppress(StorageError):
-            inside = read_listing(_names_in(store, folder), listing.pattern)
-            if (inside.is_step or inside.unnumbered) and not is_beside(folder):
-                names.append(folder)
+    folders = (one for one in listing.folders[:MAX_FOLDERS_TRIED] if not is_beside(one))
+    found = (folder for folder in folders if is_checkpoint(store, folder, listing.pattern))
+    names = [*listing.unnumbered, *found]
     if not names:
         return
     seem = verb(len(names), "looks like a checkpoint", "look like checkpoints")
@@ -391,13 +394,7 @@ def _is_ignored(path: str, ignore: Collection[str]) -> bool:
 
 def _listed(store: Store, folders: Sequence[str]) -> Iterable[tuple[str, list[FileInfo]]]:
     """The entries of each folder, without the paths of their folders."""
-    listed = partial(_names_in, store)
+    listed = partial(names_in, store)
     if store.kind is StoreKind.LOCAL:
         return ((path, listed(path)) for path in folders)
     return in_flight(listed, folders)
-
-
-def _names_in(store: Store, folder: str) -> list[FileInfo]:
-    # It may have been removed after the root was listed.
-    entries = list_if_there(store, folder)
-    return [entry.at(entry.path.rsplit("/", 1)[-1]) for entry in entries]

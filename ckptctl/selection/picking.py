@@ -6,7 +6,7 @@ usable (11), the storage could not be inspected (75, 77).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,12 +16,11 @@ import msgspec
 from ckptctl.errors import NothingToResume, OptionError
 from ckptctl.findings import EXIT_STATE_MISSING, Finding, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, safe, some_of, verb
-from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import ExitCode, Level, Message, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.branches import WriteOrder, write_order
+from ckptctl.selection.branches import WriteOrder, branch_of
 from ckptctl.selection.choosing import (
     KINDS_THAT_COUNT,
     Answer,
@@ -115,20 +114,24 @@ class Pick:
     def path(self) -> str:
         """The address of the chosen step; raises `NothingToResume` where there is none."""
         if self.chosen is None:
-            raise self._nothing()
+            raise self.nothing
         return self.chosen.url
 
     @property
     def step(self) -> int:
         """The number of the chosen step; raises `NothingToResume` where there is none."""
         if self.chosen is None or self.chosen.number is None:
-            raise self._nothing()
+            raise self.nothing
         return self.chosen.number
 
-    def _nothing(self) -> NothingToResume:
-        reason = self.reason.value if self.reason is not None else ""
+    @property
+    def nothing(self) -> NothingToResume:
+        """The error that no step was chosen."""
         return NothingToResume(
-            self.message, exit_code=self.exit_code, next_command=self.next_command, reason=reason
+            self.message,
+            exit_code=self.exit_code,
+            next_command=self.next_command,
+            reason=self.reason or "",
         )
 
     @property
@@ -205,6 +208,23 @@ def pick_step(
     with ExitStack() as stack:
         done = search(stack, roots, policy, requirements, storage, seal_bytes=seal_bytes)
         return answer_of(done, requirements), done.opened
+
+
+def requested(roots: Roots, report: Report | None) -> Pick:
+    """The answer where a person named the step, or None for a run from step 0."""
+    message = "a run from step 0" if report is None else f"resume from step {report.number}"
+    return Pick(
+        answer=Answer.FRESH if report is None else Answer.FOUND,
+        roots=roots.urls,
+        chosen=report,
+        passed_over=(),
+        findings=(),
+        level=None if report is None else report.level,
+        level_reason=None,
+        message=message,
+        exit_code=0,
+        next_command=None,
+    )
 
 
 def answer_of(
@@ -579,7 +599,7 @@ def scan(
 def _reports(
     done: RunSearch, shown: Iterable[Candidate], on_report: OnReport | None
 ) -> tuple[Report, ...]:
-    reports = []
+    reports: dict[Candidate, Report] = {}
     # Steps that no longer decide anything are inspected once, at the requested level.
     done.inspect.level = done.policy.level or Level.LISTING
     done.inspect.confirm = False
@@ -588,28 +608,19 @@ def _reports(
         report = done.inspect(candidate, Level.LISTING)
         if candidate.named.bare and not report.parts:
             continue
-        reports.append(report)
+        reports[candidate] = report
         if on_report is not None:
             on_report(report, report is done.chosen, reasons.get(report.url))
-    return tuple(_with_branches(done, reports))
+    return tuple(_with_branch(done, candidate, report) for candidate, report in reports.items())
 
 
-def _with_branches(done: RunSearch, reports: Sequence[Report]) -> Iterator[Report]:
-    """The reports, with a claim about the branch of each step. Cost: none; all are listed."""
-    left = (Verdict.REJECTED, Verdict.SUPERSEDED)
-    by_root: dict[int, list[SaveTimes]] = {}
-    own: dict[str, tuple[int, SaveTimes]] = {}
-    for candidate, inspected in done.inspect.inspected.items():
-        times = times_of(inspected.step)
-        if times is not None and inspected.report.verdict not in left:
-            by_root.setdefault(candidate.root_index, []).append(times)
-            own[inspected.report.url] = candidate.root_index, times
-    for report in reports:
-        if report is done.chosen or report.url not in own:
-            yield report
-            continue
-        place, times = own[report.url]
-        yield report.with_claim(write_order(times, by_root[place]).claim)
+def _with_branch(done: RunSearch, candidate: Candidate, report: Report) -> Report:
+    """The report with a claim about the branch of the step. Cost: none; nothing is read for it."""
+    if report is done.chosen:
+        return report
+    root = done.opened_roots[candidate.root_index]
+    order = branch_of(candidate, done.candidates, root, done.inspect.inspected)
+    return report.with_claim(order.claim)
 
 
 def _reasons_of(search: Search) -> dict[str, str]:

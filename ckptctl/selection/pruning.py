@@ -34,12 +34,14 @@ from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
 from ckptctl.selection.history import resumed_from
 from ckptctl.selection.retention import (
-    SEALED_UNVERIFIABLE,
+    NotCounted,
     OnInspected,
     PruneDecision,
+    Remedy,
     RetentionPlan,
     Rules,
     abandoned_uploads,
+    newest_good,
     remove_step,
     write_proof,
 )
@@ -204,13 +206,14 @@ def _aborted(store: Store, uploads: Sequence[Upload]) -> StorageError | None:
     return None
 
 
-def _will_be_proven(inspected: Inspection, _: CachingInspector, __: Candidate) -> str | None:
+def _will_be_proven(inspected: Inspection, _: CachingInspector, __: Candidate) -> NotCounted | None:
     """Why `--apply` could not prove a step, as far as that is known without reading its bytes."""
     from ckptctl.inspection.content import without_checksums
 
     parts = (held.part for part in inspected.opened.parts for held in part.safetensors)
     unproven = (finding for part in parts for finding in without_checksums(part, ()))
-    return next((f"{_UNPROVEN}{finding.message}" for finding in unproven), None)
+    why = next((f"{Verdict.UNVERIFIABLE.value}: {one.message}" for one in unproven), None)
+    return None if why is None else NotCounted(why, Remedy.SEAL_UNVERIFIABLE)
 
 
 def _proven(
@@ -219,7 +222,7 @@ def _proven(
     _: Inspection,
     inspector: CachingInspector,
     candidate: Candidate,
-) -> str | None:
+) -> NotCounted | None:
     """Compare all bytes of a step, and record it if they are sound."""
     from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import Limits
@@ -228,11 +231,11 @@ def _proven(
     report = inspector(candidate, Level.CONTENT)
     over = refusal(report, PickPolicy())
     if over is not None:
-        return over.reason
+        return NotCounted.refused(over)
     try:
         write_proof(store, inspector.inspected[candidate])
     except PathNotFound:
-        return "removed meanwhile"
+        return NotCounted("removed meanwhile")
     return None
 
 
@@ -275,7 +278,7 @@ def _pruned(root: str, keep: int, plan: RetentionPlan, again: str, apply: bool) 
         if plan.n_to_read:
             message += f"; --apply first reads {plan.n_to_read:,} bytes to prove what is kept"
     else:
-        message = f"nothing is removed: no step older than the {_newest(keep)} may be removed"
+        message = f"nothing is removed: no step older than the {newest_good(keep)} may be removed"
     if unknown:
         numbers = some_of([report.number for report in unknown])
         steps, stay = ("step", "stays") if len(unknown) == 1 else ("steps", "stay")
@@ -301,32 +304,26 @@ def _pruned(root: str, keep: int, plan: RetentionPlan, again: str, apply: bool) 
     )
 
 
-_UNPROVEN = f"{Verdict.UNVERIFIABLE.value}: "
-"""How the reason begins where the bytes of a step were read and something cannot prove them."""
-
-
 def _too_few(decisions: Sequence[PruneDecision], keep: int, again: str) -> tuple[str | None, str]:
     """The command after which one more step counts, None if there is none; and what is lacking."""
     n_counted = sum(one.counts for one in decisions)
     exist = f"{n_counted} of {keep} good steps exist"
     for one in decisions:
-        if one.reason.startswith(SEALED_UNVERIFIABLE):
-            return f"{again} --accept-unverifiable", exist
-        unproven = one.verdict is Verdict.UNVERIFIABLE or one.reason.startswith(_UNPROVEN)
-        if unproven and not one.counts:
-            why = "a step without checksums counts once it is sealed, with --accept-unverifiable"
-            return command_line("seal", one.url, "--accept-unverifiable"), f"{exist}; {why}"
-        if "is not proven" in one.reason and not one.counts and one.verdict is Verdict.COMPLETE:
-            return command_line("seal", one.url), f"{exist}; a seal proves what a step is"
-        if "not sealed" in one.reason:
-            none = "no good step is sealed, and only sealed steps count"
-            # A seal is one more file, for which a full storage has no space.
-            return f"{again} --unsealed", exist if n_counted else none
+        match one.remedy:
+            case Remedy.ACCEPT_UNVERIFIABLE:
+                return f"{again} --accept-unverifiable", exist
+            case Remedy.SEAL_UNVERIFIABLE:
+                why = (
+                    "a step without checksums counts once it is sealed, with --accept-unverifiable"
+                )
+                return command_line("seal", one.url, "--accept-unverifiable"), f"{exist}; {why}"
+            case Remedy.SEAL:
+                return command_line("seal", one.url), f"{exist}; a seal proves what a step is"
+            case Remedy.UNSEALED:
+                none = "no good step is sealed, and only sealed steps count"
+                # A seal is one more file, for which a full storage has no space.
+                return f"{again} --unsealed", exist if n_counted else none
     return None, exist
-
-
-def _newest(keep: int) -> str:
-    return "newest good step" if keep == 1 else f"newest {keep} good steps"
 
 
 def _steps(going: list[PruneDecision]) -> str:

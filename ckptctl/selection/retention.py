@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import islice
 
@@ -70,11 +71,12 @@ from ckptctl.inspection.seals import is_unwritten, written_ms
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level, StepUrl
 from ckptctl.options import PickPolicy, Requirements
-from ckptctl.selection.branches import Order, write_order, written_after_all
+from ckptctl.selection.branches import Order, branch_of, written_after_all
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
     CachingInspector,
     Candidate,
+    PassedOver,
     Search,
     by_number,
     candidates_of,
@@ -228,6 +230,29 @@ def _fields(inspected: Inspection) -> ProofDocument:
     }
 
 
+class Remedy(Enum):
+    """What would let a step count that does not."""
+
+    ACCEPT_UNVERIFIABLE = "it is sealed, and its format has no checksums"
+    SEAL_UNVERIFIABLE = "nothing proves its bytes but a seal"
+    SEAL = "a seal proves which save it is"
+    UNSEALED = "it is complete, and has no seal"
+
+
+@dataclass(frozen=True, slots=True)
+class NotCounted:
+    """Why a step does not count, and what would let it."""
+
+    reason: str
+    remedy: Remedy | None = None
+
+    @classmethod
+    def refused(cls, over: PassedOver) -> NotCounted:
+        """A step that `pick` refuses once it has inspected it in full."""
+        unproven = over.report.verdict is Verdict.UNVERIFIABLE
+        return cls(over.cause or over.reason, Remedy.SEAL_UNVERIFIABLE if unproven else None)
+
+
 @dataclass(frozen=True, slots=True)
 class PruneDecision:
     """The decision on one step: whether it is removed, and why."""
@@ -245,12 +270,13 @@ class PruneDecision:
     """Why it is removed or kept, in one line."""
     counts: bool = False
     """It is one of the good steps that are kept."""
+    remedy: Remedy | None = None
+    """What would let it count."""
 
+
+_NOT_RECOGNISED = NotCounted("not recognised as a checkpoint")
 
 _OLD = (Verdict.COMPLETE, Verdict.REJECTED, Verdict.SUPERSEDED)
-
-SEALED_UNVERIFIABLE = "sealed, but unverifiable without --accept-unverifiable"
-"""Why a sealed step whose format has no checksums does not count."""
 
 OnInspected = Callable[[int, int], None]
 """Called with the number of inspected steps and their total."""
@@ -272,7 +298,7 @@ class Rules:
     seal_bytes: SealBytes | None = None
 
 
-Prove = Callable[[Inspection, CachingInspector, Candidate], str | None]
+Prove = Callable[[Inspection, CachingInspector, Candidate], NotCounted | None]
 """Prove the bytes of a step; returns why not, None if it is proven or assumed to be."""
 
 Remove = Callable[[Inspection], bool]
@@ -369,7 +395,7 @@ class RetentionPlan:
         reason = reason or self._branches
         if name == self._being_removed:
             reason = "its removal was interrupted: it may be complete, incomplete or gone"
-        return _decision(self._store, inspected, reason or "not needed", removed=False)
+        return self._decision(inspected, reason or "not needed")
 
     def _is_older(self, named: StepName) -> bool:
         """Whether a step is older than all counted steps, if enough count."""
@@ -457,33 +483,41 @@ class RetentionPlan:
                 name = copy.named.name
                 taken = partial(self._taken, copy, older, beside, search, prove)
                 other_count = self._incomparable(copy.named)
-                reason = other_count or self._cannot_count(name, search) or taken()
-                if reason is None:
+                why = NotCounted(other_count) if other_count is not None else None
+                why = why or self._cannot_count(name, search) or taken()
+                if why is None:
                     break
-                self._decisions[name] = self._decision(name, f"{reason}: does not count")
+                decision = self._decision(self._inspections[name], f"{why.reason}: does not count")
+                self._decisions[name] = replace(decision, remedy=why.remedy)
                 if self._branches is not None:
                     return
 
-    def _cannot_count(self, name: str, search: Search) -> str | None:
+    def _cannot_count(self, name: str, search: Search) -> NotCounted | None:
         """Why the listing excludes a step; None if a deeper inspection is useful."""
         inspected = self._inspections[name]
         report = inspected.report
         if not inspected.step.parts and report.verdict is not Verdict.UNKNOWN:
-            return "not recognised as a checkpoint"
+            return _NOT_RECOGNISED
         over = refusal(report, self._rules.policy)
         if over is not None:
             search.passed_over.append(over)
-            if report.verdict is Verdict.UNVERIFIABLE and has_seal(inspected):
-                return SEALED_UNVERIFIABLE
-            return report.verdict.value if report.verdict is not Verdict.COMPLETE else over.reason
+            if report.verdict is Verdict.COMPLETE:
+                return NotCounted(over.reason)
+            if report.verdict is not Verdict.UNVERIFIABLE:
+                return NotCounted(report.verdict.value)
+            if has_seal(inspected):
+                why = "sealed, but unverifiable without --accept-unverifiable"
+                return NotCounted(why, Remedy.ACCEPT_UNVERIFIABLE)
+            return NotCounted(report.verdict.value, Remedy.SEAL_UNVERIFIABLE)
         if not has_seal(inspected):
             if report.verdict is Verdict.UNVERIFIABLE:  # reading its bytes proves nothing
-                return "without checksums, and not sealed"
+                why = "without checksums, and not sealed"
+                return NotCounted(why, Remedy.SEAL_UNVERIFIABLE)
             if not self._rules.unsealed:
-                return "complete, but not sealed"
+                return NotCounted("complete, but not sealed", Remedy.UNSEALED)
         return _doubt(inspected) or self._unlike_others(report)
 
-    def _unlike_others(self, report: Report) -> str | None:
+    def _unlike_others(self, report: Report) -> NotCounted | None:
         """Why the number of a step is in doubt that other steps prove of theirs; None without.
 
         A copy under another number, alone beside one other step, is contradicted by nothing.
@@ -493,7 +527,8 @@ class RetentionPlan:
             return None
         if not self._has_proven_number:
             return None
-        return f"identity is not proven ({claim.by}), and that of other steps is"
+        why = f"identity is not proven ({claim.by}), and that of other steps is"
+        return NotCounted(why, Remedy.SEAL)
 
     def _taken(
         self,
@@ -502,7 +537,7 @@ class RetentionPlan:
         beside: Sequence[Candidate],
         search: Search,
         prove: Prove,
-    ) -> str | None:
+    ) -> NotCounted | None:
         """Count a step that `pick` would choose and whose bytes are proven; else why not."""
         consulted: list[Candidate] = []
 
@@ -514,16 +549,14 @@ class RetentionPlan:
         n_over = len(search.passed_over)
         if not search.try_copies([copy], older, beside):
             over = search.passed_over[n_over:]
-            # `pick` continues with the options that would accept the step.
-            reason = over[0].reason.partition(": a resume from here")[0] if over else ""
-            return reason or "not recognised as a checkpoint"
+            return NotCounted.refused(over[0]) if over else _NOT_RECOGNISED
         inspected = self._inspections[copy.named.name]
         report = self._inspector.inspected[copy].report
         branches = self._undecided(copy)
         if branches is not None:
             # Once a newer step counts, it shows which branch the run is on.
             self._branches = None if self._counted else "the run may have gone back: undecided"
-            return branches
+            return NotCounted(branches)
         n_to_read = 0
         if not (report.level is Level.CONTENT or is_proven(self._store, inspected)):
             unproven = prove(inspected, self._inspector, copy)
@@ -533,7 +566,7 @@ class RetentionPlan:
         name = copy.named.name
         how = "and sealed" if has_seal(inspected) else "by its bytes"
         self._decisions[name] = replace(
-            self._decision(name, f"kept: complete {how}{_unproven(report)}"), counts=True
+            self._decision(inspected, f"kept: complete {how}{_unproven(report)}"), counts=True
         )
         self.n_to_read += n_to_read
         self._counted.append(_Counted(copy, report, is_compared=len(consulted) > 1))
@@ -543,9 +576,7 @@ class RetentionPlan:
 
     def _remove_older(self, remove: Remove | None) -> None:
         """Remove what is older than all counted steps, oldest first."""
-        what = "newest good step"
-        if self._rules.keep > 1:
-            what = f"newest {self._rules.keep} good steps"
+        what = newest_good(self._rules.keep)
         gone: set[str] = set()
         for candidate in reversed(self._order):
             name = candidate.named.name
@@ -556,7 +587,7 @@ class RetentionPlan:
             if stays is None:
                 gone.add(name)
             self._decisions[name] = self._decision(
-                name, stays or f"older than the {what}", removed=not stays
+                inspected, stays or f"older than the {what}", removed=not stays
             )
         self._remove_aside(f"moved aside, and older than the {what}", remove)
 
@@ -614,7 +645,7 @@ class RetentionPlan:
             return f"{self._pointed[number]} names it"
         being_removed = any(one.where == REMOVING for one in report.findings)
         if not inspected.step.parts and not (_is_left_over(inspected) or being_removed):
-            return "not recognised as a checkpoint"
+            return _NOT_RECOGNISED.reason
         cut_short = report.interrupted or being_removed
         accepted = refusal(report, self._rules.policy) is None
         is_old = report.verdict in _OLD or (report.verdict is Verdict.INCOMPLETE and cut_short)
@@ -645,17 +676,8 @@ class RetentionPlan:
 
         `pick` stops there too, because the run may have gone back.
         """
-        if self._inspections[candidate.named.name].notes.accepted:
-            return None
-        left = (Verdict.REJECTED, Verdict.SUPERSEDED)
-        older = (
-            self._inspections[one.named.name]
-            for one in self._order
-            if self._incomparable(one.named) is None
-        )
-        times = [times_of(one.step) for one in older if one.report.verdict not in left]
-        own = times_of(self._inspections[candidate.named.name].step)
-        order = write_order(own, [one for one in times if one is not None])
+        inspected = {one: self._inspections[one.named.name] for one in self._order}
+        order = branch_of(candidate, self._order, self._root, inspected)
         return order.why if order.order is Order.WENT_BACK else None
 
     def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
@@ -688,11 +710,21 @@ class RetentionPlan:
         for named, inspected in self._set_aside:
             if self._is_older(named):
                 stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
-                decision = _decision(self._store, inspected, stays or reason, removed=not stays)
+                decision = self._decision(inspected, stays or reason, removed=not stays)
                 self._decisions[inspected.step.name] = decision
 
-    def _decision(self, name: str, reason: str, *, removed: bool = False) -> PruneDecision:
-        return _decision(self._store, self._inspections[name], reason, removed=removed)
+    def _decision(
+        self, inspected: Inspection, reason: str, *, removed: bool = False
+    ) -> PruneDecision:
+        report, name = inspected.report, inspected.step.name
+        number = report.number if report.number is not None else 0
+        url = join_url(self._store.url, name)
+        return PruneDecision(number, url, report.verdict, report.n_bytes, removed, reason)
+
+
+def newest_good(keep: int) -> str:
+    """The steps that are kept, in words."""
+    return "newest good step" if keep == 1 else f"newest {keep} good steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -711,7 +743,7 @@ _IN_DOUBT = (ClaimName.ONE_SAVE, ClaimName.IDENTITY, ClaimName.BRANCH)
 """What no finding may leave in doubt: a step may count nothing, and name no other."""
 
 
-def _doubt(inspected: Inspection) -> str | None:
+def _doubt(inspected: Inspection) -> NotCounted | None:
     """What is not proven, also where `pick` would only warn; None where all is.
 
     A person who accepted a step decided about its times, and the bytes of a sealed one, which are
@@ -722,9 +754,13 @@ def _doubt(inspected: Inspection) -> str | None:
     for name in (ClaimName.WHOLE,) if is_decided else _DEMANDED:
         claim = report.claim(name)
         if not claim.is_proven:
-            return f"{name.value} is not proven ({claim.finding or claim.by})"
-    doubts = ((name, report.claim(name).finding) for name in _IN_DOUBT)
-    return next((f"{name.value} is in doubt ({code})" for name, code in doubts if code), None)
+            why = f"{name.value} is not proven ({claim.finding or claim.by})"
+            return NotCounted(why, Remedy.SEAL)
+    for name in _IN_DOUBT:
+        code = report.claim(name).finding
+        if code:
+            return NotCounted(f"{name.value} is in doubt ({code})")
+    return None
 
 
 def _unproven(report: Report) -> str:
@@ -756,10 +792,3 @@ def _marked(inspected: Inspection) -> str | None:
 def _is_left_over(inspected: Inspection) -> bool:
     """Whether only files of ckptctl are left of a step, so its removal was interrupted."""
     return all(is_own(file.path) for file in inspected.step.files)
-
-
-def _decision(store: Store, inspected: Inspection, reason: str, *, removed: bool) -> PruneDecision:
-    report = inspected.report
-    number = report.number if report.number is not None else 0
-    url = join_url(store.url, inspected.step.name)
-    return PruneDecision(number, url, report.verdict, report.n_bytes, removed, reason)

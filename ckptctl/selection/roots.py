@@ -499,7 +499,7 @@ def check_further(store: Store, listing: RootListing, chosen: int) -> Iterator[F
     further = [name for name in numbers if chosen < numbers[name] <= MAX_STEP]
     for name in sorted(further, key=numbers.__getitem__, reverse=True)[:MAX_FURTHER]:
         is_folder = name in listing.folders
-        if is_folder and not _is_checkpoint(store, name):
+        if is_folder and not is_checkpoint(store, name):
             continue
         pattern = f"{re.escape(name[: counted[name][-1].start('step')])}(?P<step>[0-9]+).*"
         yield Finding(
@@ -542,7 +542,7 @@ def check_reported(
         return
     later = [n for n in listing.folders if ray_train.is_named_by_time(n) and n > chosen.name]
     for name in sorted(later, reverse=True)[:MAX_FURTHER]:
-        if _is_checkpoint(store, name):
+        if is_checkpoint(store, name):
             why = (
                 f"{ray_train.SNAPSHOT} does not name it"
                 if listing.reported
@@ -574,7 +574,7 @@ def check_counted_further(
         return
     for name in [name for name in listing.folders if _CALLED_NEWEST.search(name)][:MAX_FURTHER]:
         with suppress(StorageError):
-            steps = count_of(OpenStep(store, name)) if _is_checkpoint(store, name) else None
+            steps = count_of(OpenStep(store, name)) if is_checkpoint(store, name) else None
             if steps is not None and trained_steps is not None and steps > trained_steps:
                 yield _counts_further(name, _of_steps(steps, trained_steps))
                 return
@@ -631,13 +631,18 @@ def _counts_more(
     return _of_steps(steps[-1], trained_steps)
 
 
-def _is_checkpoint(store: Store, folder: str) -> bool:
-    """Whether a folder is a step by its content, or holds saved weights."""
+def is_checkpoint(store: Store, folder: str, pattern: re.Pattern[str] | None = None) -> bool:
+    """Whether a folder is a step by its content, or holds saved weights. Cost: one listing."""
     with suppress(StorageError):
-        entries = (one.at(base_name(one.path)) for one in list_if_there(store, folder))
-        found = read_listing(entries)
+        found = read_listing(names_in(store, folder), pattern)
         return found.is_step or bool(found.unnumbered)
     return False
+
+
+def names_in(store: Store, folder: str) -> list[FileInfo]:
+    """The entries of a folder below a root, by their names; none where it is gone."""
+    entries = list_if_there(store, folder)
+    return [entry.at(entry.path.rsplit("/", 1)[-1]) for entry in entries]
 
 
 def pointer_numbers(store: Store, listing: RootListing) -> Mapping[str, int]:

@@ -20,7 +20,12 @@ from dataclasses import dataclass
 
 from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import LEGACY_HEAD, ZIP_MAGIC, is_before_archives
+from ckptctl.formats.archive.directory import (
+    LEGACY_HEAD,
+    NOT_AN_ARCHIVE,
+    ZIP_MAGIC,
+    is_before_archives,
+)
 from ckptctl.formats.frameworks.layouts import (
     METADATA,
     WEIGHTS_ALONE,
@@ -330,7 +335,11 @@ def _lone_file(store: Store, file: FileInfo) -> UsageError:
         )
     stem = name.rpartition(".")[0] or name
     convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
-    if head.startswith(ZIP_MAGIC) or is_before_archives(head):
+    if is_before_archives(head):
+        return UsageError(
+            f"{what}: it {NOT_AN_ARCHIVE}", next_command="ckptctl explain format.unsupported"
+        )
+    if head.startswith(ZIP_MAGIC):
         return UsageError(
             f"{what}: if it is a file of torch.save, `ckptctl convert` can turn it into a step",
             next_command=command_line(*convert),

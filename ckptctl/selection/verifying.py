@@ -214,12 +214,13 @@ def _with_branch(found: OpenTarget, inspection: Inspection, requirements: Requir
     if isinstance(named, str) or not report.usable:
         return report
     try:
-        roots = (OpenRoot(found.store, found.root_listing),)
+        root = OpenRoot(found.store, found.root_listing)
         candidate = Candidate(0, named)
-        inspector = CachingInspector(roots, requirements, Level.LISTING)
+        inspector = CachingInspector((root,), requirements, Level.LISTING)
         inspector.inspected[candidate] = inspection
-        candidates = in_order(candidates_of(roots), PickPolicy())
-        return report.with_claim(branch_of(candidate, candidates, roots, inspector).claim)
+        candidates = in_order(candidates_of((root,)), PickPolicy())
+        order = branch_of(candidate, candidates, root, inspector.inspected, inspector)
+        return report.with_claim(order.claim)
     except StorageError:
         return report
 

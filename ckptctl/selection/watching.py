@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptctl import __version__
 from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import EXIT_FRESH, EXIT_STATE_MISSING, Report, Verdict
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, compile_pattern, last_written_s
 from ckptctl.formats.own.documents import WatchDocument, WatchedStep
 from ckptctl.formats.own.files import as_stored, read_back
 from ckptctl.formatting import command_line, duration, rfc3339, seconds_of
@@ -72,22 +72,17 @@ class Overdue(NamedTuple):
 
 
 def written_s(store: Store, listing: RootListing) -> dict[int, float]:
-    """When each of the newest steps was written last, in seconds since 1970, by its number.
+    """When each of the newest steps was written last, by its number; see `last_written_s`.
 
-    Files of ckptctl are left out: a seal is written later. Without steps whose storage keeps no
-    times. Cost: a listing of each step whose files the listing does not show.
+    Cost: a listing of each step whose files the listing does not show.
     """
     times: dict[int, float] = {}
     for named in listing.steps[:_N_NEWEST]:
         with suppress(PathNotFound):  # removed since the root was listed
-            files = OpenStep(store, named, listing.trees.get(named.name)).files
-            own = [
-                file.mtime_s
-                for file in files
-                if file.mtime_s is not None and OWN_FOLDER not in file.path.split("/")
-            ]
-            if own:
-                times[named.number] = max(own)
+            opened = OpenStep(store, named, listing.trees.get(named.name))
+            last_s = last_written_s(opened.files)
+            if last_s is not None:
+                times[named.number] = last_s
     return times
 
 

@@ -25,22 +25,20 @@ from ckptctl.selection.marking import Save, check_inspected, new_mark, put_mark
 from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Folders, Store, StoreKind
 from ckptctl.storage.opening import base_name, join_url
-from ckptctl.train.resolving import ResumeDecision
 from ckptctl.train.restoring import Job
 
 
-def abandoned_branches(job: Job, decision: ResumeDecision) -> tuple[Branch, ...]:
+def abandoned_branches(job: Job, chosen: Report | None) -> tuple[Branch, ...]:
     """The steps that `pick` prefers to the chosen one, in each root; on rank 0 only."""
     found = []
     preferred = True
-    path = decision.path
     for url, store in job.stores.items():
-        preferred = preferred and (path is None or join_url(url, base_name(path)) != path)
+        preferred = preferred and (chosen is None or not _lies_in(store, chosen))
         try:
             if url in job.selection.roots.optional and not list_root(store).exists:
                 found.append(Branch(store, (), f"{url} does not exist"))
                 continue
-            newer = newer_steps(store, decision.step, path, decision.digests, preferred=preferred)
+            newer = newer_steps(store, chosen, preferred=preferred)
         except job.tolerated(url) as error:
             found.append(Branch(store, (), error.message))
         else:
@@ -48,24 +46,31 @@ def abandoned_branches(job: Job, decision: ResumeDecision) -> tuple[Branch, ...]
     return tuple(found)
 
 
+def _lies_in(store: Store, chosen: Report) -> bool:
+    """Whether the chosen step is one of a root."""
+    return chosen.url == join_url(store.url, base_name(chosen.url))
+
+
 def supersede_all(
-    job: Job, held: Held, decision: ResumeDecision, branches: Sequence[Branch]
+    job: Job, held: Held, chosen: Report | None, branches: Sequence[Branch]
 ) -> tuple[list[int], list[str]]:
     """Record the resume and supersede the abandoned steps of each root; numbers and warnings.
 
     The record comes first: it excludes the steps in roots where a mark cannot be written,
     and those not yet marked when this process is killed.
     """
+    step = None if chosen is None else chosen.number
     if len(job.stores) > 1:
         others = (branch for branch in branches if branch.store is not job.store)
         left = [one.report for branch in others for one in branch.steps]
-        put_resume(job.store, held.token.attempt, decision.step, decision.digests, left)
+        digests = () if chosen is None else chosen.digests
+        put_resume(job.store, held.token.attempt, step, digests, left)
     numbers: set[int] = set()
     warnings = []
     for branch in branches:
         why = branch.warning
         try:
-            numbers.update(supersede(held, branch, decision.step))
+            numbers.update(supersede(held, branch, step))
         except StorageError as error:
             if branch.store is job.store:
                 raise
@@ -147,31 +152,28 @@ class Branch:
 
 
 def newer_steps(
-    store: Store,
-    step: int | None,
-    path: str | None,
-    digests: tuple[tuple[str, str], ...] = (),
-    *,
-    preferred: bool = False,
+    store: Store, chosen: Report | None, *, preferred: bool = False
 ) -> tuple[NewerStep, ...]:
-    """The steps of a root that `pick` prefers to `step`, newest first; all for a fresh run.
+    """The steps of a root that `pick` prefers to the chosen one, newest first; all for a fresh run.
 
     Of equal numbers, the later attempt is preferred, and so is a save in a root that is
-    `preferred` to that of `path`; `digests` are those of the save at `path`. Raises
-    `StorageError` for a step that cannot be inspected. Cost: one listing, and an inspection
-    at `listing` per step.
+    `preferred` to that of the chosen step. Raises `StorageError` for a step that cannot be
+    inspected. Cost: one listing, and an inspection at `listing` per step.
     """
-    own = path is not None and path == join_url(store.url, base_name(path))
-    chosen = step_name(base_name(path)) if path is not None and own else None
-    last_attempt = -1.0 if preferred else math.inf
-    last_attempt = chosen.attempt if chosen else last_attempt
+    own = chosen is not None and _lies_in(store, chosen)
     newer = []
+    last_attempt = -1.0 if preferred else math.inf
+    if chosen is not None and own:
+        named = step_name(base_name(chosen.url))
+        last_attempt = named.attempt if named else last_attempt
+    number = None if chosen is None else chosen.number
     for named in list_root(store).steps:
-        if step is not None and (named.number, named.attempt) <= (step, last_attempt):
+        if number is not None and (named.number, named.attempt) <= (number, last_attempt):
             continue
         inspection = inspect_listed(store, named)
         check_inspected(inspection.report)
-        if named.number == step and not own and inspection.report.digests == digests:
+        is_copy = chosen is not None and inspection.report.digests == chosen.digests
+        if is_copy and named.number == number and not own:
             continue
         marks = inspection.notes.marks
         superseded = any(one.word is MarkKind.SUPERSEDED for one in marks)

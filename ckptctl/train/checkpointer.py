@@ -36,7 +36,7 @@ from ckptctl.options import (
 from ckptctl.selection.branches import read_resumes
 from ckptctl.selection.choosing import CachingInspector, Candidate
 from ckptctl.selection.fencing import check_token
-from ckptctl.selection.retention import RetentionPlan, Rules, remove_step
+from ckptctl.selection.retention import NotCounted, RetentionPlan, Rules, remove_step
 from ckptctl.selection.roots import list_all, list_root
 from ckptctl.selection.targets import OpenRoot, roots_in
 from ckptctl.storage.contract import Store
@@ -607,6 +607,6 @@ def _listed(store: Store, optional: bool) -> Iterator[OpenRoot]:
             raise
 
 
-def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> str:
+def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> NotCounted:
     """Not during training: proving a step's bytes is left to `prune` and `seal`."""
-    return "written to since it was sealed"
+    return NotCounted("written to since it was sealed")

@@ -197,20 +197,21 @@ def report_of(root: str, attempt: str | None, world_size: int) -> dict[str, Any]
 
 def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
     """The report of a resume without the fields of the attempt; on rank 0 only."""
-    decision, saved, rejected = restored.decision, restored.saved, restored.rejected
+    decision, saved = restored.decision, restored.saved
+    chosen = decision.chosen
     return report_of(job.root, None, job.group.size) | {
-        "step": decision.step,
-        "path": decision.path,
+        "step": None if chosen is None else chosen.number,
+        "path": None if chosen is None else chosen.url,
         "tokens": saved.tokens,
-        "fell_back": decision.step is not None and (decision.fell_back or bool(rejected)),
+        "fell_back": chosen is not None and bool(decision.passed_over),
         "rejected": [
             {
-                "step": refused.step,
-                "path": refused.path,
-                "verdict": refused.verdict,
-                "reason": redacted(refused.reason),
+                "step": over.step,
+                "path": over.path,
+                "verdict": over.report.verdict.value,
+                "reason": redacted(over.reason),
             }
-            for refused in rejected
+            for over in decision.passed_over
         ],
         "saved_world_size": saved.world_size,
         "state": restored.inventory.document(),
@@ -235,7 +236,8 @@ def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]
         what = "no save was completed in it" if report["rejected"] else "it contains no step"
         yield f"fresh run in {report['root']}: {what}"
     else:
-        written_s = restored.decision.written_s
+        chosen = restored.decision.chosen
+        written_s = None if chosen is None else chosen.written_s
         age = "" if written_s is None else f", saved {duration(time.time() - written_s)} ago"
         ranks = report["saved_world_size"]
         by = "" if ranks is None else f" by {counted(ranks, 'rank')}"

@@ -16,8 +16,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckptctl.errors import ModelDiffers, RecordUnsafe, StateRefused, UsageError
+from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own, layout_of, step_name
+from ckptctl.formats.frameworks.layouts import (
+    belongs_to_shards,
+    is_own,
+    layout_of,
+    step_name,
+    train_step_of,
+)
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
     SCALER_MARKS,
@@ -39,7 +46,6 @@ from ckptctl.inspection.train_state import likeliest_step, without_wrappers
 from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
 from ckptctl.options import TrainOptions
 from ckptctl.train.differences import accepted_losses
-from ckptctl.train.resolving import ResumeDecision
 from ckptctl.train.state import (
     GLOBAL_DATA,
     PARTS,
@@ -291,12 +297,12 @@ class Move:
         self._find_left()
         self._to_read -= self._in_files.keys()
 
-    def view(self, read: Read, decision: ResumeDecision, options: TrainOptions) -> StepView:
-        """The step of a decision in the names of this job; `read` are the values.
+    def view(self, read: Read, chosen: Report, options: TrainOptions) -> StepView:
+        """The chosen step in the names of this job; `read` are the values.
 
         Raises `StateRefused` for state that would stay in the step, unless the options accept it.
         """
-        number = decision.step or 0
+        number = chosen.number or 0
         accepted = accepted_losses(options)
         read = {**read, **self._in_files}
         made = {name: make(read, number) for name, make in self._makers.items()}
@@ -305,8 +311,9 @@ class Move:
         left += [each for one in made.values() for each in one.left]
         notes = [*self._notes, *(one.note for one in made.values() if one.note)]
         if "train_state.step" not in values:
-            values["train_state.step"] = decision.train_step
-            if decision.train_step is None:
+            trained = train_step_of(chosen.layout, chosen.number, chosen.state.step.value)
+            values["train_state.step"] = trained
+            if trained is None:
                 text = "a number in its name that counts saves or epochs, and no count of steps"
                 remedy = "names={'step': KEY} maps one that it holds under another name"
                 left.append(_Left("step", text, remedy))
@@ -315,7 +322,7 @@ class Move:
             raise StateRefused(
                 f"step {number} was saved by another program, and holds state that this job would "
                 f"not load: {'; '.join(f'{one.text} ({one.remedy})' for one in refused)}",
-                next_command=command_line("show", decision.path or ""),
+                next_command=command_line("show", chosen.url),
             )
         kinds = tuple(f"{one.kind}." for one in left if one.kind in PARTS)
         small = self._bytes | {name: BytesEntry(name, None, _path_of(name)) for name in values}

@@ -47,9 +47,9 @@ from ckptctl.options import (
     StorageOptions,
     options_from,
 )
-from ckptctl.selection.choosing import Answer, refusal
+from ckptctl.selection.choosing import Answer, PassedOver, refusal
 from ckptctl.selection.empty_roots import without_steps
-from ckptctl.selection.picking import past_damaged, pick_step
+from ckptctl.selection.picking import Pick, past_damaged, pick_step, requested
 from ckptctl.selection.roots import list_root, neighbours_of
 from ckptctl.selection.targets import Roots, open_roots, roots_in
 from ckptctl.selection.verifying import content_asked, open_target
@@ -57,35 +57,6 @@ from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A newer step that was not chosen, and why; `not_loaded` if loading it failed."""
-
-    step: int | None
-    path: str
-    verdict: str
-    reason: str
-    not_loaded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeDecision:
-    """The step to load, None for a fresh run.
-
-    `digests` identify its save: of its metadata files, or of its rank files. `train_step` is
-    the step of its train state, None if only a count of saves or epochs is known.
-    """
-
-    step: int | None
-    path: str | None
-    digests: tuple[tuple[str, str], ...] = ()
-    fell_back: bool = False
-    rejected: tuple[Rejected, ...] = ()
-    level: str | None = None
-    written_s: float | None = None
-    train_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +105,18 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
                     begins.message,
                     exit_code=begins.exit_code,
                     next_command=command_line("scan", *selection.roots.words),
-                    reason=begins.reason.value,
+                    reason=begins.reason,
                 )
         return tuple(sorted(steps, key=lambda named: -named.number))
 
 
 def decide(
-    resume_from: str | int | None, selection: Selection, *, skip: Collection[int] = ()
-) -> tuple[ResumeDecision, OpenStep | None]:
-    """The decision of one process: a step, or a fresh run. `skip` are steps that did not load.
+    resume_from: str | int | None, selection: Selection, failed: Sequence[PassedOver] = ()
+) -> tuple[Pick, OpenStep | None]:
+    """The decision of one process: a step, or a fresh run.
 
-    The step is returned open, for a load in this process.
+    `failed` are the steps that were chosen before and did not load; they are passed over. The step
+    is returned open, for a load in this process.
 
     `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
     `NothingToResume` if steps exist but none is usable (11) or one could not be inspected
@@ -152,23 +124,23 @@ def decide(
     """
     wanted = wanted_step(resume_from, selection.roots)
     if wanted == "none":
-        return ResumeDecision(None, None), None
+        return requested(selection.roots, None), None
     if wanted == "auto":
-        return _newest(selection, skip)
+        return _newest(selection, failed)
     if not wanted.isdecimal():
-        return _named(wanted, selection, skip)
-    failed: CkptctlError | None = None
+        return _named(wanted, selection, failed)
+    first: CkptctlError | None = None
     for url in selection.roots.urls:
         try:
-            return _named(f"{url.rstrip('/')}@{wanted}", selection, skip)
+            return _named(f"{url.rstrip('/')}@{wanted}", selection, failed)
         except CkptctlError as error:
             if error.exit_code == Verdict.SUPERSEDED.exit_code:
                 raise  # another root may hold a copy without the mark
             # The error of an existing step explains more than its absence in another root.
-            if failed is None or isinstance(failed, UsageError):
-                failed = error
-    assert failed is not None  # noqa: S101 - there is at least one root
-    raise failed
+            if first is None or isinstance(first, UsageError):
+                first = error
+    assert first is not None  # noqa: S101 - there is at least one root
+    raise first
 
 
 def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
@@ -186,34 +158,30 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
     )
 
 
-def _newest(selection: Selection, skip: Collection[int]) -> tuple[ResumeDecision, OpenStep | None]:
+def _newest(selection: Selection, failed: Sequence[PassedOver]) -> tuple[Pick, OpenStep | None]:
+    skip = {over.step for over in failed if over.step is not None}
     policy = replace(
         selection.policy, level=_first_level(selection), skip={*selection.policy.skip, *skip}
     )
-    found, opened = pick_step(
+    picked, opened = pick_step(
         selection.roots,
         policy,
         selection.requirements,
         selection.storage,
         selection.seal_bytes_at_first,
     )
-    rejected = tuple(
-        Rejected(over.report.number, over.report.url, over.report.verdict.value, over.reason)
-        for over in found.passed_over
-    )
-    if found.answer is Answer.FRESH and not skip:
-        return ResumeDecision(None, None, rejected=rejected), None
-    if found.chosen is None:
-        if skip and not rejected:
-            raise too_many(skip, selection.roots)
-        raise NothingToResume(
-            found.message,
-            exit_code=found.exit_code if found.answer is not Answer.FRESH else 11,
-            next_command=found.next_command or command_line("scan", *selection.roots.words),
-            reason=found.reason.value if found.reason is not None else "",
-        )
-    fell_back = found.answer is Answer.FELL_BACK or bool(skip)
-    return _chosen(found.chosen, rejected, fell_back=fell_back), opened
+    if not failed:
+        if picked.chosen is None and picked.answer is not Answer.FRESH:
+            raise picked.nothing
+        return picked, opened
+    if picked.chosen is None and not picked.passed_over:
+        raise too_many(failed, selection.roots)
+    if picked.chosen is None:
+        # Without the steps that did not load, the root may look like that of a new run.
+        fresh = picked.answer is Answer.FRESH
+        raise replace(picked, exit_code=11 if fresh else picked.exit_code).nothing
+    passed_over = (*failed, *picked.passed_over)
+    return replace(picked, answer=Answer.FELL_BACK, passed_over=passed_over), opened
 
 
 def _first_level(selection: Selection) -> Level | None:
@@ -222,8 +190,8 @@ def _first_level(selection: Selection) -> Level | None:
 
 
 def _named(
-    target: str, selection: Selection, skip: Collection[int]
-) -> tuple[ResumeDecision, OpenStep | None]:
+    target: str, selection: Selection, failed: Sequence[PassedOver]
+) -> tuple[Pick, OpenStep | None]:
     level = _first_level(selection) or Level.STRUCTURE
     with open_target(target, selection.requirements, selection.storage) as found:
         report = found.inspect(
@@ -239,31 +207,25 @@ def _named(
         )
     if report.number is None:
         raise UsageError(f"{report.url}: the folder name contains no step number")
-    if report.number in skip:
+    if any(over.step == report.number for over in failed):
         raise NothingToResume(
             f"{report.url} was requested, but it could not be loaded",
             exit_code=11,
             next_command=command_line("verify", report.url, "--level", "content"),
         )
-    return _chosen(report, (), fell_back=False), found
+    return requested(selection.roots, report), found
 
 
-def _chosen(report: Report, rejected: tuple[Rejected, ...], *, fell_back: bool) -> ResumeDecision:
-    return ResumeDecision(
-        report.number,
-        report.url,
-        report.digests,
-        fell_back,
-        rejected,
-        report.level.value,
-        report.written_s,
-        train_step_of(report.layout, report.number, report.state.step.value),
-    )
+def not_loaded(chosen: Report, error: CkptctlError) -> PassedOver:
+    """The refusal of a step that passed inspection and did not load."""
+    corrupt = Verdict.CORRUPT
+    report = replace(chosen, verdict=corrupt, exit_code=corrupt.exit_code)
+    return PassedOver(report, error.message)
 
 
-def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
+def too_many(failed: Sequence[PassedOver], roots: Roots) -> NothingToResume:
     """The error for steps that passed inspection but did not load."""
-    steps = ", ".join(str(step) for step in failed)
+    steps = ", ".join(str(over.step) for over in failed)
     return NothingToResume(
         f"{counted(len(failed), 'step')} passed inspection but did not load ({steps}): check the "
         "storage before using an older step",
@@ -273,7 +235,7 @@ def too_many(failed: Collection[int], roots: Roots) -> NothingToResume:
 
 
 def open_on_all(
-    decision: ResumeDecision, group: ProcessGroup, selection: Selection, inspected: OpenStep | None
+    chosen: Report, group: ProcessGroup, selection: Selection, inspected: OpenStep | None
 ) -> OpenStep:
     """The chosen step as this rank reads it, once every rank has proven that it sees it.
 
@@ -285,31 +247,30 @@ def open_on_all(
     mount is stale or empty. Cost: one read of the metadata for each machine, and one for each
     rank of a step that has several metadata files or none.
     """
-    assert decision.path is not None  # noqa: S101 - asked for where there is a step
-    if inspected is not None and inspected.url == decision.path:
+    if inspected is not None and inspected.url == chosen.url:
         step = inspected
     else:
-        store = open_store(parent_url(decision.path), selection.storage)
-        step = OpenStep(store, base_name(decision.path))
+        store = open_store(parent_url(chosen.url), selection.storage)
+        step = OpenStep(store, base_name(chosen.url))
     if group.size == 1:
         return step
-    views = group.gather(_view(step, decision, group.rank))
+    views = group.gather(_view(step, chosen, group.rank))
     readers = [views.index(view) for view in views]
     settle_s = 0.0 if group.is_first else selection.settle_s
     is_needed = not group.is_first or readers.count(0) > 1
     reads = is_needed and readers[group.rank] == group.rank
-    own = group.on_all(lambda: _wait_for(step, decision, settle_s) if reads else None)
+    own = group.on_all(lambda: _wait_for(step, chosen, settle_s) if reads else None)
     data = group.bytes_from(readers, own)
     return step if step is inspected else OpenStep(step.store, step.name, metadata=data)
 
 
-def _view(step: OpenStep, decision: ResumeDecision, rank: int) -> tuple[object, ...]:
+def _view(step: OpenStep, chosen: Report, rank: int) -> tuple[object, ...]:
     """What two ranks have in common if what one reads as metadata, the other reads as well.
 
     On a file system that is the file itself, in an object store its address, on one machine.
     Anything else is the view of this rank alone, which proves for itself.
     """
-    here, files = machine(), [file for file, _ in decision.digests]
+    here, files = machine(), [file for file, _ in chosen.digests]
     if not here or files != [METADATA]:
         return (rank,)
     folders = step.store.folders
@@ -321,33 +282,33 @@ def _view(step: OpenStep, decision: ResumeDecision, rank: int) -> tuple[object, 
         return (rank,)
 
 
-def changed(decision: ResumeDecision, selection: Selection) -> str | None:
+def changed(chosen: Report | None, selection: Selection) -> str | None:
     """How the chosen step has changed; None if it has not.
 
     Reads its metadata again, bypassing any `OpenStep`: the step may have been overwritten
     during the load. Cost: one read of its metadata.
     """
-    if decision.path is None:
+    if chosen is None:
         return None
     try:
-        with open_store(parent_url(decision.path), selection.storage) as store:
-            _read_decided(OpenStep(store, base_name(decision.path)), decision)
+        with open_store(parent_url(chosen.url), selection.storage) as store:
+            _read_decided(OpenStep(store, base_name(chosen.url)), chosen)
     except StorageError as error:
         return error.message
     return None
 
 
-def _wait_for(step: OpenStep, decision: ResumeDecision, settle_s: float) -> bytes | None:
+def _wait_for(step: OpenStep, chosen: Report, settle_s: float) -> bytes | None:
     """`_read_decided`, repeated for as long as a network file system may lag behind."""
     until_s = time.monotonic() + settle_s
     pause_s = 0.1
     while True:
         try:
-            return _read_decided(step, decision)
+            return _read_decided(step, chosen)
         except StorageError as error:
             if time.monotonic() + pause_s > until_s:
                 raise StorageUnavailable(
-                    f"{decision.path}: {error.message}; this machine does not see the files of "
+                    f"{chosen.url}: {error.message}; this machine does not see the files of "
                     "rank 0, so no rank loads; its mount is stale or missing",
                     next_command="findmnt --real",
                 ) from error
@@ -355,13 +316,13 @@ def _wait_for(step: OpenStep, decision: ResumeDecision, settle_s: float) -> byte
         pause_s = min(2 * pause_s, 5.0)
 
 
-def _read_decided(step: OpenStep, decision: ResumeDecision) -> bytes | None:
+def _read_decided(step: OpenStep, chosen: Report) -> bytes | None:
     """The bytes of the step's metadata, None unless it has one file of it.
 
     Raises `StorageError` unless the step is the save on which rank 0 decided.
     """
-    now, data = _read_now(step, [file for file, _ in decision.digests])
-    for file, digest in decision.digests:
+    now, data = _read_now(step, [file for file, _ in chosen.digests])
+    for file, digest in chosen.digests:
         found = now.get(file)
         if found is None:
             raise StorageUnavailable(f"{file} is missing")
@@ -384,7 +345,7 @@ def _read_now(step: OpenStep, files: Sequence[str]) -> tuple[Mapping[str, str], 
 
 
 def prove_content(
-    decision: ResumeDecision, group: ProcessGroup, selection: Selection, opened: OpenStep
+    chosen: Report, group: ProcessGroup, selection: Selection, opened: OpenStep
 ) -> LoadFailed | None:
     """Verify every byte of the step at level `content`, or if a seal is required.
 
@@ -397,8 +358,7 @@ def prove_content(
     if not selection.shares_content:
         return None
     pattern = compile_pattern(selection.requirements.pattern)
-
-    neighbours = neighbours_of(lambda: list_root(opened.store, pattern).steps, decision.step or 0)
+    neighbours = neighbours_of(lambda: list_root(opened.store, pattern).steps, chosen.number or 0)
     reports = group.from_all(
         lambda: (
             inspect_step(
@@ -454,47 +414,44 @@ def resolve(
     shared = SharedStores.of(storage)
     selection = Selection(roots_in(root, optional_roots), policy, requirements, shared, settle_s)
 
-    failed: dict[int, str] = {}
+    failed: list[PassedOver] = []
     while True:
         decision, inspected = group.from_first_keeping(
-            lambda: decide(resume_from, selection, skip=tuple(failed))
+            lambda: decide(resume_from, selection, tuple(failed))
         )
-        if decision.path is None or decision.step is None:
-            _report(decision, failed, group, selection)
+        chosen = decision.chosen
+        if chosen is None:
+            _report(decision, group)
             return None
-        opened = open_on_all(decision, group, selection, inspected)
-        error = prove_content(decision, group, selection, opened)
+        opened = open_on_all(chosen, group, selection, inspected)
+        error = prove_content(chosen, group, selection, opened)
         if error is None:
-            _report(decision, failed, group, selection)
-            return decision.path
-        failed[decision.step] = error.message
+            _report(decision, group)
+            return chosen.url
+        failed.append(not_loaded(chosen, error))
         if len(failed) > policy.max_fallback:
             raise too_many(failed, selection.roots)
 
 
-def _report(
-    decision: ResumeDecision, failed: Mapping[int, str], group: ProcessGroup, selection: Selection
-) -> None:
+def _report(decision: Pick, group: ProcessGroup) -> None:
     """Print the decision in one line, on rank 0 only; `loss/formats/markers.py` reads it."""
     if group.is_first:
         from ckptctl.train.ledger import to_stderr  # which imports this module
 
-        to_stderr("; ".join(_report_parts(decision, failed, selection)))
+        to_stderr("; ".join(_report_parts(decision)))
 
 
-def _report_parts(
-    decision: ResumeDecision, failed: Mapping[int, str], selection: Selection
-) -> Iterator[str]:
-    if decision.path is None:
-        yield f"no step to resume from in {', '.join(selection.roots.urls)}: this is a fresh start"
+def _report_parts(decision: Pick) -> Iterator[str]:
+    chosen = decision.chosen
+    if chosen is None:
+        yield f"no step to resume from in {', '.join(decision.roots)}: this is a fresh start"
     else:
         # Of a folder that is named by a count of saves, only the path is printed: `loss` would
         # take the number for a step.
-        step = "" if decision.train_step is None else f" step {decision.train_step}"
-        back = ", falling back" if decision.fell_back else ""
-        yield f"resuming from{step}{back}: {decision.path}"
-    reasons = {**failed} | {
-        one.step: one.reason for one in decision.rejected if one.step is not None
-    }
+        trained = train_step_of(chosen.layout, chosen.number, chosen.state.step.value)
+        step = "" if trained is None else f" step {trained}"
+        back = ", falling back" if decision.answer is Answer.FELL_BACK else ""
+        yield f"resuming from{step}{back}: {chosen.url}"
+    reasons = {over.step: over.reason for over in decision.passed_over if over.step is not None}
     for number in sorted(reasons, reverse=True):
         yield f"not from step {number}: {reasons[number]}"

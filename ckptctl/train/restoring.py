@@ -31,6 +31,7 @@ from ckptctl.errors import (
     StorageUnavailable,
     UsageError,
 )
+from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, belongs_to_shards
 from ckptctl.formats.own.contract import Drift
@@ -40,6 +41,8 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata, PartFormat
 from ckptctl.options import TrainOptions
 from ckptctl.resharding.importing import state_files
+from ckptctl.selection.choosing import PassedOver
+from ckptctl.selection.picking import Pick
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import base_name
 from ckptctl.train.differences import Differences, RankEntries, names_in, refuse_lost
@@ -50,7 +53,7 @@ from ckptctl.train.optimizers import (
     without_a_step,
 )
 from ckptctl.train.passes import data_differences, passes_of, record_in
-from ckptctl.train.resolving import Rejected, ResumeDecision, Selection
+from ckptctl.train.resolving import Selection
 from ckptctl.train.samples import GlobalLoader, note_on_order
 from ckptctl.train.state import (
     GLOBAL_DATA,
@@ -414,13 +417,13 @@ _STORAGE_ERRNOS = frozenset(
 )
 
 
-def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
+def saved_metadata(chosen: Report, opened: OpenStep) -> Metadata:
     """The decoded metadata of the step; that of a step of several parts, as one.
 
     Raises `UsageError` for a step that `dcp.save` did not write. Cost: one read for each part, or
     none if it was read before.
     """
-    files = [file for file, _ in decision.digests]
+    files = [file for file, _ in chosen.digests]
     if files == [METADATA]:
         return opened.metadata
     parts = opened.parts
@@ -430,7 +433,7 @@ def saved_metadata(decision: ResumeDecision, opened: OpenStep) -> Metadata:
             from ckptctl.train.reader import joined_parts
 
             return joined_parts(held)
-    raise _not_of_dcp(decision.path or "", opened)
+    raise _not_of_dcp(chosen.url, opened)
 
 
 def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
@@ -471,7 +474,6 @@ def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
 
 def read_into(
     values: Mapping[str, Any],
-    decision: ResumeDecision,
     group: ProcessGroup,
     opened: OpenStep,
     metadata: Metadata,
@@ -502,10 +504,10 @@ def read_into(
             warnings.simplefilter("ignore")  # torch warns about a load without a process group
             load(state, storage_reader=reader, **group.dcp_arguments(load))
     except CheckpointException as error:  # not an Exception, so no other clause would catch it
-        raise _meaning(error, decision) from error
+        raise _meaning(error, opened.url) from error
     except RuntimeError as error:
         if group.size == 1:
-            raise LoadFailed(_words(error, decision)) from error
+            raise LoadFailed(_words(error, opened.url)) from error
         raise ranks_lost(error) from error
     finally:
         reader.close()
@@ -515,17 +517,17 @@ def read_into(
     }
 
 
-def _meaning(error: BaseException, decision: ResumeDecision) -> CkptctlError:
+def _meaning(error: BaseException, url: str) -> CkptctlError:
     failures: dict[int, Any] = getattr(error, "failures", {})
-    kinds = [_meaning_of_one(rank, one[0], decision) for rank, one in sorted(failures.items())]
+    kinds = [_meaning_of_one(rank, one[0], url) for rank, one in sorted(failures.items())]
     # An error that an older step would not avoid takes precedence.
     kinds.sort(key=lambda one: isinstance(one, LoadFailed))
-    return kinds[0] if kinds else LoadFailed(_words(error, decision))
+    return kinds[0] if kinds else LoadFailed(_words(error, url))
 
 
-def _meaning_of_one(rank: int, cause: BaseException, decision: ResumeDecision) -> CkptctlError:
-    words = f"rank {rank}: {_words(cause, decision)}"
-    verify = command_line("verify", decision.path or "", "--level", "content")
+def _meaning_of_one(rank: int, cause: BaseException, url: str) -> CkptctlError:
+    words = f"rank {rank}: {_words(cause, url)}"
+    verify = command_line("verify", url, "--level", "content")
     if isinstance(cause, (StepDamaged, PathNotFound, ShortRead)):
         return LoadFailed(f"rank {rank}: {cause.message}", next_command=verify)
     if isinstance(cause, CkptctlError):
@@ -539,9 +541,9 @@ def _meaning_of_one(rank: int, cause: BaseException, decision: ResumeDecision) -
     return LoadFailed(words, next_command=verify)
 
 
-def _words(cause: BaseException, decision: ResumeDecision) -> str:
+def _words(cause: BaseException, url: str) -> str:
     first = (str(cause).splitlines() or [""])[0][:300]
-    return f"{decision.path} could not be loaded ({type(cause).__name__}: {first})"
+    return f"{url} could not be loaded ({type(cause).__name__}: {first})"
 
 
 class Wanted:
@@ -777,7 +779,7 @@ class Start:
     samples: int
     path: str | None
     fell_back: bool
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[PassedOver, ...]
     report: Mapping[str, Any]
     report_path: str | None
     last: int | None = None
@@ -818,12 +820,13 @@ class Restored:
     """The chosen step, after it was restored into the objects of the script.
 
     `opened` is the step as this rank read it, None for a fresh run. `branches` are what the
-    resume abandons, on rank 0, at the time of the decision.
+    resume abandons, on rank 0, at the time of the decision. `not_loaded` are the steps that were
+    chosen before.
     """
 
-    decision: ResumeDecision
-    rejected: tuple[Rejected, ...]
+    decision: Pick
     saved: SavedProgress
     inventory: Inventory
     opened: OpenStep | None = None
     branches: tuple[Branch, ...] = ()
+    not_loaded: tuple[PassedOver, ...] = ()

@@ -13,14 +13,14 @@ and leaves no mark.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 from ckptctl.distributed.launcher import ATTEMPT, cluster_context
 from ckptctl.errors import LoadFailed, NothingToResume, PathNotFound, StorageUnavailable, UsageError
-from ckptctl.findings import Report
+from ckptctl.findings import Report, Verdict
 from ckptctl.formats.own.contract import Drift
 from ckptctl.formats.own.data_ledger import DataFields
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
@@ -28,8 +28,10 @@ from ckptctl.formatting import command_line, counted, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.redaction import redacted
+from ckptctl.selection.choosing import NoStepReason, PassedOver
 from ckptctl.selection.fencing import Token, check_token, take_token
 from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
+from ckptctl.selection.picking import Pick
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
 from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
@@ -54,11 +56,10 @@ from ckptctl.train.moving import (
 from ckptctl.train.optimizers import allocate_state
 from ckptctl.train.rank_names import seen_by
 from ckptctl.train.resolving import (
-    Rejected,
-    ResumeDecision,
     changed,
     check_roots,
     decide,
+    not_loaded,
     open_on_all,
     prove_content,
     too_many,
@@ -115,7 +116,8 @@ class Resume:
         report = first(lambda: self._complete(attempt, restored, previous))
         # Rank 0 alone continues the data ledger, which may be long.
         _, data = job.group.from_first_keeping(lambda: (None, self._data(restored)))
-        attempt.resumed_from = restored.decision.step
+        chosen = restored.decision.chosen
+        attempt.resumed_from = None if chosen is None else chosen.number
         attempt.step = attempt.saved = restored.saved.step
         path = join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json")
         return attempt, _start(restored, report, path), data or (None, None)
@@ -156,7 +158,7 @@ class Resume:
     def _take_over(self, restored: Restored) -> Token:
         """Take the root over; the missing root of a fresh run is created. On rank 0 only."""
         store = self._job.store
-        if restored.decision.step is None and store.folders is not None:
+        if restored.decision.chosen is None and store.folders is not None:
             store.folders.create_root()
         return take_token(store, new_attempt)
 
@@ -175,51 +177,48 @@ class Resume:
 
     # Deciding, loading and restoring
 
-    def _load_and_restore(self, passed_over: Collection[Rejected] = ()) -> Restored:
+    def _load_and_restore(self, passed_over: Sequence[PassedOver] = ()) -> Restored:
         """Choose and load until a step loads on every rank, and restore it."""
         job = self._job
-        failed = {one.step: one for one in passed_over if one.step is not None}
+        failed: list[PassedOver] = []
         while True:
-            decision, kept = job.group.from_first_keeping(lambda: self._decide(tuple(failed)))
+            decision, kept = job.group.from_first_keeping(
+                lambda: self._decide((*passed_over, *failed))
+            )
             inspected, branches = (None, ()) if kept is None else kept
-            if decision.path is None or decision.step is None:
-                return Restored(
-                    decision, decision.rejected, SavedProgress(0), Inventory(), None, branches
-                )
-            opened = open_on_all(decision, job.group, job.selection, inspected)
-            error = prove_content(decision, job.group, job.selection, opened)
+            chosen = decision.chosen
+            if chosen is None:
+                return Restored(decision, SavedProgress(0), Inventory(), None, branches)
+            opened = open_on_all(chosen, job.group, job.selection, inspected)
+            error = prove_content(chosen, job.group, job.selection, opened)
             if error is None:
-                loaded = self._load(decision, opened)
+                loaded = self._load(chosen, opened)
                 if not isinstance(loaded, LoadFailed):
-                    saved, inventory = self._restore(decision, *loaded)
-                    rejected = (*failed.values(), *decision.rejected)
-                    return Restored(decision, rejected, saved, inventory, opened, branches)
+                    saved, inventory = self._restore(chosen, *loaded)
+                    return Restored(decision, saved, inventory, opened, branches, tuple(failed))
                 error = loaded
-            step = decision.step
-            failed[step] = Rejected(step, decision.path, "corrupt", error.message, not_loaded=True)
-            if len(failed) - len(passed_over) > job.selection.policy.max_fallback:
-                raise too_many(failed, job.selection.roots)
+            failed.append(not_loaded(chosen, error))
+            if len(failed) > job.selection.policy.max_fallback:
+                raise too_many((*passed_over, *failed), job.selection.roots)
 
     def _decide(
-        self, skip: tuple[int, ...]
-    ) -> tuple[ResumeDecision, tuple[OpenStep | None, tuple[Branch, ...]]]:
+        self, failed: Sequence[PassedOver]
+    ) -> tuple[Pick, tuple[OpenStep | None, tuple[Branch, ...]]]:
         """The step to load, as it was inspected, and what a resume from it abandons; on rank 0."""
-        decision, inspected = decide(self._resume_from, self._job.selection, skip=skip)
-        branches = () if self._replays else abandoned_branches(self._job, decision)
+        decision, inspected = decide(self._resume_from, self._job.selection, failed)
+        branches = () if self._replays else abandoned_branches(self._job, decision.chosen)
         return decision, (inspected, branches)
 
-    def _load(
-        self, decision: ResumeDecision, opened: OpenStep
-    ) -> tuple[Wanted, Differences] | LoadFailed:
+    def _load(self, chosen: Report, opened: OpenStep) -> tuple[Wanted, Differences] | LoadFailed:
         """The state loaded on this rank, and what is lost; or the failure that all ranks agree on.
 
         Raises `StateRefused` before anything is loaded if the step and the job do not hold the
         same state, and the options do not accept that.
         """
         job, group = self._job, self._job.group
-        step, path = decision.step or 0, decision.path
+        step, path = chosen.number or 0, chosen.url
         try:
-            view, whole = self._view(decision, opened)
+            view, whole = self._view(chosen, opened)
             with ExitStack() as undo:
                 # A different model must fail on every rank before any tensor is written to.
                 entries, wanted = group.from_all_keeping(lambda: self._wanted(view, undo))
@@ -227,7 +226,7 @@ class Resume:
                 refuse_lost(differences.lost, step, path, job.options)
 
                 def read(values: dict[str, Any]) -> dict[str, Any]:
-                    return read_into(values, decision, group, opened, whole)
+                    return read_into(values, group, opened, whole)
 
                 lost = group.from_all(lambda: wanted.fill(differences, read))
                 more = sorted({one for rank in lost for one in rank})
@@ -257,13 +256,13 @@ class Resume:
         names = (view.names.get(name, name) for name in names_in(view.shared))
         return wanted.entries(parts, list(names)), wanted
 
-    def _view(self, decision: ResumeDecision, opened: OpenStep) -> tuple[StepView, Metadata]:
+    def _view(self, chosen: Report, opened: OpenStep) -> tuple[StepView, Metadata]:
         """The step in the names of this job, as this rank sees it; and its metadata.
 
         Raises `StateRefused` for state of another program that this job would not load.
         """
         job, group = self._job, self._job.group
-        outlines, whole = group.from_all_keeping(lambda: self._metadata(decision, opened))
+        outlines, whole = group.from_all_keeping(lambda: self._metadata(chosen, opened))
         if not is_of_another_program(whole):
             return StepView(*seen_by(whole, group.rank), whole), whole
         move = group.on_all(
@@ -276,15 +275,13 @@ class Resume:
                 read_files_beside(opened, group.rank),
             )
         )
-        read = group.on_all(lambda: read_into(move.request(), decision, group, opened, whole))
-        return group.on_all(lambda: move.view(read, decision, job.options)), whole
+        read = group.on_all(lambda: read_into(move.request(), group, opened, whole))
+        return group.on_all(lambda: move.view(read, chosen, job.options)), whole
 
-    def _metadata(
-        self, decision: ResumeDecision, opened: OpenStep
-    ) -> tuple[ParameterNames, Metadata]:
+    def _metadata(self, chosen: Report, opened: OpenStep) -> tuple[ParameterNames, Metadata]:
         """The metadata of the step, and for that of another program the names of this job."""
         try:
-            whole = saved_metadata(decision, opened)
+            whole = saved_metadata(chosen, opened)
         except PathNotFound as error:  # removed since rank 0 inspected it
             raise LoadFailed(error.message) from error
         if not is_of_another_program(whole):
@@ -292,12 +289,12 @@ class Resume:
         return ParameterNames.of(sharded(self._job.parts, ("model", "optimizer"))), whole
 
     def _restore(
-        self, decision: ResumeDecision, wanted: Wanted, differences: Differences
+        self, chosen: Report, wanted: Wanted, differences: Differences
     ) -> tuple[SavedProgress, Inventory]:
         job = self._job
-        saved = progress_of(wanted.state, decision.step or 0)
+        saved = progress_of(wanted.state, chosen.number or 0)
         inventory, *others = job.group.from_all(
-            lambda: Restore(wanted, differences, saved, job).run(decision.path)
+            lambda: Restore(wanted, differences, saved, job).run(chosen.url)
         )
         for other in others:
             for mine, theirs in zip(inventory.lists, other.lists, strict=True):
@@ -318,12 +315,13 @@ class Resume:
                 supervised=os.environ.get(ATTEMPT),
             )
         )
-        for one in restored.rejected:
-            if one.not_loaded:
-                line = FailedLine(step=one.step, reason=redacted(one.reason), phase="loading")
-                attempt.ledger.add(line)
+        for over in restored.not_loaded:
+            line = FailedLine(step=over.step, reason=redacted(over.reason), phase="loading")
+            attempt.ledger.add(line)
 
-    def _check_after(self, attempt: RankAttempt, restored: Restored) -> tuple[Rejected, ...] | None:
+    def _check_after(
+        self, attempt: RankAttempt, restored: Restored
+    ) -> tuple[PassedOver, ...] | None:
         """None if the decision still holds, now that no other attempt writes to the root.
 
         It must be repeated if the loaded step is gone, if the earlier attempt saved before
@@ -343,30 +341,39 @@ class Resume:
                 "two attempts that resumed from it failed in the same way, and its root is not "
                 "writable"
             )
-            unmarked = [report for report, marked in rejected if not marked]
-            return tuple(Rejected(one.number, one.url, "rejected", why) for one in unmarked)
-        if changed(restored.decision, job.selection) is not None:
+            verdict = Verdict.REJECTED
+            return tuple(
+                PassedOver(
+                    replace(report, verdict=verdict, exit_code=verdict.exit_code),
+                    why,
+                    NoStepReason.REJECTED,
+                )
+                for report, marked in rejected
+                if not marked
+            )
+        chosen = restored.decision.chosen
+        if changed(chosen, job.selection) is not None:
             return ()
-        now = [branch.states for branch in abandoned_branches(job, restored.decision)]
+        now = [branch.states for branch in abandoned_branches(job, chosen)]
         return None if now == [branch.states for branch in restored.branches] else ()
 
     def _complete(
         self, attempt: RankAttempt, restored: Restored, previous: str | None
     ) -> dict[str, Any]:
         """Supersede the abandoned steps, and write and print the report; on rank 0 only."""
-        job, decision = self._job, restored.decision
+        job, chosen = self._job, restored.decision.chosen
         check_token(job.store, attempt.token)
         # Otherwise newer steps would be superseded in favour of one that is gone, and no
         # step would be left to resume from.
-        difference = changed(decision, job.selection)
-        if difference is not None:
+        difference = changed(chosen, job.selection)
+        if chosen is not None and difference is not None:
             raise StorageUnavailable(
-                f"{decision.path} was removed or overwritten while it was loaded: {difference}; no "
+                f"{chosen.url} was removed or overwritten while it was loaded: {difference}; no "
                 "step was marked",
                 next_command=command_line("pick", *job.selection.roots.words),
             )
         held = Held(job.store, attempt.token)
-        superseded, warnings = supersede_all(job, held, decision, restored.branches)
+        superseded, warnings = supersede_all(job, held, chosen, restored.branches)
         report = resume_document(job, restored) | {
             "attempt": attempt.token.attempt,
             "superseded": superseded,
@@ -376,16 +383,16 @@ class Resume:
         }
         put_report(job.store, attempt.token.attempt, report)
         # The sentinel before the ledger, which also names the step.
-        begin_run([job.stores[url] for url in job.selection.roots.mandatory], decision.step)
+        begin_run([job.stores[url] for url in job.selection.roots.mandatory], report["step"])
         # The report and the sentinel already name the step, so no reader needs this line before
         # the first step; a failure is written behind it, by the same thread.
         attempt.ledger.add_later(
             ResumedLine(
-                step=decision.step,
-                path=decision.path,
-                metadata=dict(decision.digests),
+                step=report["step"],
+                path=report["path"],
+                metadata={} if chosen is None else dict(chosen.digests),
                 tokens=restored.saved.tokens,
-                rejected=[one.step for one in restored.rejected],
+                rejected=[over.step for over in restored.decision.passed_over],
                 previous=previous,
                 load_s=round(clock_s() - self._began_s, 3),
             )
@@ -402,14 +409,14 @@ class Resume:
     def _replay_before(self, n_steps: int) -> int:
         """The upper bound for a replay's step, so that the run has all of its steps."""
         selection = self._job.selection
-        newest = decide("auto", selection)[0].step
-        if newest is None:
+        newest, _ = decide("auto", selection)
+        if newest.chosen is None:
             raise NothingToResume(
                 f"{self._job.root} contains no complete step, so no steps can be replayed",
                 exit_code=11,
                 next_command=command_line("scan", *selection.roots.words),
             )
-        before = newest - n_steps + 1
+        before = newest.step - n_steps + 1
         try:
             decide("auto", selection.older_than(before))
         except NothingToResume as error:
@@ -417,7 +424,7 @@ class Resume:
                 raise
             raise NothingToResume(
                 f"{self._job.root}: no usable step lies {n_steps} or more steps before step "
-                f"{newest}, the newest; request fewer, or keep more steps",
+                f"{newest.step}, the newest; request fewer, or keep more steps",
                 exit_code=11,
                 next_command=error.next_command,
             ) from error
@@ -451,7 +458,7 @@ def _start(restored: Restored, report: Mapping[str, Any], path: str | None) -> S
         samples=restored.saved.samples or 0,
         path=report["path"],
         fell_back=report["fell_back"],
-        rejected=restored.rejected,
+        rejected=restored.decision.passed_over,
         report=report,
         report_path=path,
         drift=tuple(Drift(**each) for each in report["drift"]),

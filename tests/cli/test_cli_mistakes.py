@@ -31,7 +31,8 @@ def folder(sound_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (at / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     (at / "model.pt").write_bytes(b"PK\x03\x04" + bytes(100))
-    (at / "old.pt").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+    for name in ("old.pt", "old"):
+        (at / name).write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
     (at / "notes").write_text("hello\n")
     (at / "nothing").mkdir()
     (at / "nowhere").symlink_to("gone")
@@ -153,6 +154,7 @@ PLACES = [
         "ckptctl convert model.safetensors model-dcp --accept-unverifiable",
         "it is named as a safetensors file",
     ),
+    ("verify old", 2, "ckptctl explain format.unsupported", "has the format from before torch 1.6"),
     ("verify notes", 2, "ckptctl explain format.unsupported", "not a known checkpoint format"),
     ("verify run/step_10/.metadata", 2, "ckptctl verify run/step_10", "part of run/step_10"),
     ("pin run/step_10/__0_0.distcp", 2, "ckptctl verify run/step_10", "part of run/step_10"),

@@ -17,7 +17,7 @@ def listed(*paths: str) -> list[FileInfo]:
 
 
 def missing(*paths: str, **stated: int) -> set[str]:
-    return {path for grid in grids_of(listed(*paths), stated=stated) for path in grid.missing}
+    return {path for grid in grids_of(listed(*paths), stated=stated) for path in grid.lost}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_actor_and_critic_are_grids_of_their_own():
 def test_a_name_that_claims_a_huge_grid_is_counted_and_not_listed():
     (grid,) = grids_of(listed("zero_pp_rank_999999_mp_rank_999999_optim_states.pt"))
     assert grid.n_files == 10**12
-    assert len(grid.missing) == 8
+    assert len(grid.lost) == 8
 
 
 @pytest.mark.parametrize(

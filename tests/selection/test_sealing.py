@@ -466,3 +466,12 @@ def test_a_storage_that_fails_while_it_is_digested_leaves_no_seal(root, monkeypa
     with pytest.raises(StorageUnavailable):
         ckptctl.seal(f"{root}@500")
     assert not (root / "step_500" / SEAL).exists()
+
+
+def test_a_seal_of_files_that_were_written_before_1970_is_sound(weights):
+    step = weights / "step_20"
+    for file in step.iterdir():
+        os.utime(file, (-86_400.5, -86_400.5))
+    assert ckptctl.seal(str(step)).exit_code == 0
+    report = ckptctl.verify(str(step), require_seal=True)
+    assert (report.exit_code, report.seal) == (0, "xxh3-128")

@@ -213,3 +213,15 @@ def test_an_optimizer_is_known_by_parameters_that_lie_in_another_file(tmp_path):
     slots = {name: {"a": w, "b": w, "step": 3} for name, w in weights().items()}
     torch.save({"solver": slots}, step / "resume.pt")
     assert "optimizer" in ckptctl.show(str(step)).state.held
+
+
+def test_weights_of_an_unknown_form_that_a_person_maps_are_the_weights_of_the_step(tmp_path):
+    for number in (10, 20):
+        step = tmp_path / "run" / f"step_{number}"
+        step.mkdir(parents=True)
+        torch.save({"packed": b"\x01\x02"}, step / "a.pt")
+        torch.save({"note": "text"}, step / "b.pt")
+    unmapped = ckptctl.verify(str(step))
+    assert "format.unlisted" in [one.code for one in unmapped.findings]
+    mapped = ckptctl.verify(str(step), state_keys=["model=packed"])
+    assert (mapped.verdict.value, mapped.state.held) == ("complete", ("model",))

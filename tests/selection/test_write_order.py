@@ -154,6 +154,33 @@ def test_scan_shows_the_branch_of_each_step(train, root):
     assert [one.code for one in found.findings] == ["root.two-branches"]
 
 
+def test_scan_compares_no_step_with_the_epoch_of_an_export(train, root):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    torch = pytest.importorskip("torch")
+    train((100, 200, 300), 24)
+    dcp.save({"model": {"w": torch.ones(6)}}, checkpoint_id=root / "epoch_3", no_dist=True)
+    set_times(root / "epoch_3", 1)
+    claims = {one.number: one.claim(ClaimName.BRANCH) for one in ckptctl.scan(str(root)).reports}
+    assert {claims[number].state for number in (100, 200, 300)} == {ClaimState.PROVEN}
+
+
+def test_scan_leaves_the_branch_unknown_where_it_compares_not_all_older_steps(train, root):
+    train((100, 200, 300, 400, 500), 1)
+    os.utime(root / "step_100")
+    oldest = ckptctl.scan(str(root), last=3).reports[-1]
+    assert (oldest.number, oldest.claim(ClaimName.BRANCH).state) == (300, ClaimState.UNKNOWN)
+
+
+def test_scan_shows_that_a_person_has_accepted_the_step_to_go_on_from(train, root):
+    train((100, 200, 300), 24)
+    train((110, 120), 1)
+    ckptctl.mark(f"{root}@200", "rejected", reason="x")
+    ckptctl.mark(f"{root}@200", "accepted", reason="the run goes on from it")
+    claims = {one.number: one.claim(ClaimName.BRANCH) for one in ckptctl.scan(str(root)).reports}
+    assert claims[200].by == "accepted by a person"
+    assert claims[300].state is ClaimState.CONTRADICTED
+
+
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_templates(tmp_path_factory.mktemp("templates"))

@@ -439,10 +439,10 @@ def test_a_step_that_is_removed_between_choice_and_load_is_passed_over(root, mon
 
     opened = resuming.open_on_all
 
-    def removed(decision, *others):
-        if decision.step == 12:
-            shutil.rmtree(decision.path)
-        return opened(decision, *others)
+    def removed(chosen, *others):
+        if chosen.number == 12:
+            shutil.rmtree(chosen.url)
+        return opened(chosen, *others)
 
     monkeypatch.setattr(resuming, "open_on_all", removed)
     job = Job(root)

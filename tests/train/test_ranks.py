@@ -151,9 +151,9 @@ def test_a_step_that_is_deleted_under_all_ranks_is_passed_over(folder, tmp_path)
         "import shutil\n"
         "from ckptctl.train import resuming\n"
         "opened = resuming.open_on_all\n"
-        "def removed(decision, *rest):\n"
-        "    step = opened(decision, *rest)\n"
-        "    if decision.step == 6 and rank == 0: shutil.rmtree(decision.path)\n"
+        "def removed(chosen, *rest):\n"
+        "    step = opened(chosen, *rest)\n"
+        "    if chosen.number == 6 and rank == 0: shutil.rmtree(chosen.url)\n"
         "    return step\n"
         "resuming.open_on_all = removed\n"
     )

@@ -35,6 +35,12 @@ LEGACY_HEAD = 15
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """That pickle behind its protocol."""
 
+NOT_AN_ARCHIVE = (
+    "has the format from before torch 1.6, which has no checksums; torch.load and torch.save "
+    "rewrite it"
+)
+"""Why a file that `is_before_archives` is not read, behind its name."""
+
 TAIL = 1024
 """Bytes from the end on that hold the whole directory of a tensor's record."""
 

@@ -380,6 +380,15 @@ def is_saved(path: str) -> bool:
     return not is_own(path) and full_match(TABLES.left_by_tools, path) is None
 
 
+def last_written_s(files: Iterable[FileInfo]) -> float | None:
+    """When a save was written last, in seconds since 1970; None where the storage keeps no times.
+
+    Files of ckptctl do not count: a seal is written later.
+    """
+    times = (file.mtime_s for file in files if not is_own(file.path))
+    return max((at_s for at_s in times if at_s is not None), default=None)
+
+
 def own_file_of_lone(name: str, path: str) -> str:
     """Where a root holds what ckptctl writes into a step, for the step that is the file `name`."""
     return f"{OWN_FOLDER}/steps/{name}{path.removeprefix(OWN_FOLDER)}"

@@ -18,7 +18,7 @@ import msgspec
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.layouts import MAX_STEP, StepName
-from ckptctl.formats.frameworks.state_keys import Leaf, kinds_of
+from ckptctl.formats.frameworks.state_keys import counts_steps
 from ckptctl.outside_numbers import whole_of
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -77,8 +77,7 @@ def _step_keys(metrics: Mapping[str, Mapping[str, object]]) -> list[str]:
     """The metrics of every result that count training steps, by their keys."""
     every = [*metrics.values()]
     keys = [key for key in every[0] if all(type(one.get(key)) in (int, float) for one in every)]
-    kinds = kinds_of([Leaf((key,), content="count") for key in keys])
-    return [key for key, kind in zip(keys, kinds, strict=True) if kind.names == ("step",)]
+    return [key for key in keys if counts_steps(key)]
 
 
 def _numbered(numbers: Mapping[str, float], layout: str, latest: str) -> tuple[StepName, ...]:

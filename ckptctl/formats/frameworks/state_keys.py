@@ -191,6 +191,12 @@ Shapes = Mapping[Words, tuple[int, ...] | None]
 """The shapes of weights by the words of their paths."""
 
 
+def counts_steps(key: str) -> bool:
+    """Whether a number under a key at the top of a saved state counts the steps of the run."""
+    (kind,) = kinds_of([Leaf((key,), content="count")])
+    return kind.names == ("step",)
+
+
 def kinds_of(
     leaves: Sequence[Leaf], front: Words = (), mapped: StateMap = (), beside: Shapes = _NOTHING
 ) -> Sequence[StateKind]:

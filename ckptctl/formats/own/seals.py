@@ -139,9 +139,9 @@ class SealedFile:
     """The path relative to the step."""
     size: Count
     """Its size in bytes."""
-    written_ms: Count | None
-    """When it was written by the storage's clock, in milliseconds since 1970; null where the
-    storage keeps no times. A copy may bear another time."""
+    written_ms: int | None
+    """When it was written by the storage's clock, in milliseconds since 1970, below 0 before that;
+    null where the storage keeps no times. A copy may bear another time."""
     digests: Digests
     """The digests of its bytes."""
     stored: Stored | None = None
