@@ -249,7 +249,7 @@ def read_run(file: OpenFile, run: Run, buffer: memoryview) -> Iterator[tuple[Pie
 _MAX_OPEN = 8
 
 
-class FileReads(Closing):
+class OpenFiles(Closing):
     """Reads runs in the thread of the caller, and keeps a few files open until it is closed.
 
     Pieces without memory of their own pass through a buffer of `n_bytes`.

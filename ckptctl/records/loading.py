@@ -24,7 +24,7 @@ from ckptctl.formats.archive.directory import View
 from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import inside
 from ckptctl.model import BytesEntry, TensorEntry
-from ckptctl.records.byte_pass import FileReads, Limits, Piece, Run, read_runs
+from ckptctl.records.byte_pass import Limits, OpenFiles, Piece, Run, read_runs
 from ckptctl.records.elements import RUN_BYTES, ElementSink, StridedSink, element_runs
 from ckptctl.records.opening import (
     Expected,
@@ -249,7 +249,7 @@ class RepeatedReads:
 
     records: dict[int, TensorRecord]
     templates: Templates
-    files: FileReads
+    files: OpenFiles
     check_held: Callable[[int, int], None]
 
 
@@ -462,9 +462,9 @@ class SliceLoads:
         self, wanted: Mapping[int, Sequence[Target]], number: int, view: View
     ) -> tuple[View, OpenRecord] | Need:
         owner = self._ranges.owner(number)
-        tensor = owner.entry if isinstance(owner.entry, TensorEntry) else None
+        entry = owner.entry if isinstance(owner.entry, TensorEntry) else None
         try:
-            expected = None if tensor is None else Expected.chunk(tensor, owner.chunk)
+            expected = None if entry is None else Expected.chunk(entry, owner.chunk)
             found = self._templates.open_stored(
                 view, expected, owner.transforms, unpacked_limit(owner)
             )
@@ -475,16 +475,15 @@ class SliceLoads:
         view, record = found
         if record.stub is None or len(view.head) == view.length or number not in wanted:
             return found
-        tensor_record = self._tensor(number, view, record, record.stub)
-        if self._repeated is not None and tensor_record.is_whole:
-            self._repeated.check_held(number, view.length)
-        elif self._repeated is not None or (
-            tensor_record.order is not None
-            and fills_storage(record.stub)
-            and QUANTIZED not in record.stub.signs
-        ):
-            return found
-        return Need(head=view.length)
+        tensor = self._tensor(number, view, record, record.stub)
+        if self._repeated is not None:
+            is_whole = tensor.is_whole
+            if is_whole:
+                self._repeated.check_held(number, view.length)
+        else:
+            has_order = tensor.order is not None and fills_storage(tensor.stub)
+            is_whole = not has_order or QUANTIZED in tensor.stub.signs
+        return Need(head=view.length) if is_whole else found
 
     def _tensor(
         self, number: int, view: View, record: OpenRecord, stub: TensorStub

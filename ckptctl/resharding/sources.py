@@ -56,7 +56,7 @@ from ckptctl.model import (
     PartFormat,
     TensorEntry,
 )
-from ckptctl.records.byte_pass import FileReads
+from ckptctl.records.byte_pass import OpenFiles
 from ckptctl.records.elements import Block, block_of
 from ckptctl.records.loading import (
     Caller,
@@ -530,7 +530,7 @@ class SliceReader(Closing):
         self.proof: list[Piece] = []
         self._files = files
         self._count = count
-        self._reads = FileReads(files.store, max(room.block, SMALLEST_BLOCK))
+        self._reads = OpenFiles(files.store, max(room.block, SMALLEST_BLOCK))
         check_held = partial(files.check_held, room.held)
         repeated = RepeatedReads(files.records, files.templates, self._reads, check_held)
         self._loads = SliceLoads(files.source, files, repeated=repeated)

@@ -207,7 +207,7 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path, target):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        time.sleep(chance.uniform(0.2, 2))
+        time.sleep(chance.uniform(0.1, 0.8))
         process.send_signal(signal.SIGKILL)
         n_killed += process.wait() == -signal.SIGKILL
         if (tmp_path / target).exists():
