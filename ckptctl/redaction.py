@@ -111,8 +111,8 @@ HARMLESS_OPTIONS = frozenset(
         *("interval", "load", "memory", "mtbf", "out-of-section-timeout", "patience", "reschedule"),
         *("save-time", "section-timeouts", "wait-storage"),
         # Names of nodes, tensors and variables, which answers are about.
-        *("allow-globals", "key", "mesh", "nodes", "other-nodes", "pattern", "root-env"),
-        *("seal-run", "seal-sequence", "shard", "strip", "under"),
+        *("allow-globals", "key", "nodes", "other-nodes", "pattern", "root-env"),
+        *("seal-run", "seal-sequence", "strip", "under"),
         # What a person writes for others to read.
         *("adopt", "by", "evidence", "reason", "reset-budget"),
         # Paths and addresses; what is secret in an address is hidden in any text.

@@ -74,11 +74,6 @@ OPTIONS = [
     ("verify run@10 --subset 1/7", "ckptctl verify run@10 --level content --subset 1/7"),
     ("reject run@10 --reason ''", "ckptctl reject run@10 --reason 'loss spike after the resume'"),
     ("reshard run@10 out", "ckptctl reshard run@10 out --world-size 8"),
-    ("reshard run@10 out --mesh x=2", "ckptctl reshard run@10 out --mesh dp=4,tp=2"),
-    (
-        "reshard run@10 out --mesh tp=2 --shard x",
-        "ckptctl reshard run@10 out --mesh tp=2 --shard 'layers.*.wq.weight=1'",
-    ),
     (
         "reshard run@10 out --world-size 2 --memory 1K",
         "ckptctl reshard run@10 out --world-size 2 --memory 256M",

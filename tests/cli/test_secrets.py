@@ -53,7 +53,7 @@ HARMLESS = {
         *("--subset", "--wait-storage", "--world-sizes"),
     ),
     "a name that the answer is about": (
-        *("--key", "--mesh", "--nodes", "--other-nodes", "--pattern", "--root-env", "--shard"),
+        *("--key", "--nodes", "--other-nodes", "--pattern", "--root-env"),
         *("--strip", "--under", "--node-probe", "--allow-globals", "--seal-run"),
     ),
     "words of a person that a record keeps for others": (
