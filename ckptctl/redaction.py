@@ -119,7 +119,7 @@ HARMLESS_OPTIONS = frozenset(
         *("config", "endpoint-url", "evidence-dir", "flight-recorder", "follow-links"),
         *("hosts-file", "ignore", "key-file", "log", "log-dir", "marks", "metrics"),
         *("node-report", "optional-root", "other-root", "plot", "report", "resume-from"),
-        *("resume-report", "root", "rows", "state", "transcript", "work"),
+        *("resume-report", "root", "state", "transcript", "work"),
     )
 )
 """Options of ckptctl whose values are shown; every other option holds a secret."""

@@ -43,7 +43,7 @@ HARMLESS = {
         *("--key-file", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
         *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
         *("--state", "--transcript", "--work", "--endpoint-url", "--ignore"),
-        *("--follow-links", "--resume-from", "--rows", "--config"),
+        *("--follow-links", "--resume-from", "--config"),
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),
