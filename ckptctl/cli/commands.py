@@ -223,6 +223,16 @@ def command_of(name: str) -> Any:
     return get_command(app)
 
 
+def sets_option(word: str, command: str | None) -> bool:
+    """Whether a word is an option of a command, or the variable of one; of any, where it is None.
+
+    Cost: the first time an import of the command, or of all.
+    """
+    if command is None:
+        return any(sets_option(word, name) for name in COMMANDS)
+    return any(word in (*option.opts, option.envvar) for option in command_of(command).params)
+
+
 def _app(cls: type[TyperGroup] | None) -> typer.Typer:
     return typer.Typer(
         cls=cls,
@@ -341,7 +351,7 @@ def _read_settings(context: typer.Context, named: str | None) -> str | None:
         names = options[parameter].opts[:1]
         is_option = options[parameter].param_type_name == "option"
         for text in _several(value):
-            hide_arguments([*(names if is_option else ()), str(text)])
+            hide_arguments([*(names if is_option else ()), str(text)], names.__contains__)
     context.default_map = {**settings.values}
     return named
 
