@@ -98,7 +98,7 @@ def reshard(
     """
     wanted = _layout(world_size, only_model)
     requirements = Requirements(pattern=pattern, grace_s=grace_s)
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     if jobs is not None and jobs < 1:
         raise OptionError("--jobs", f"is {jobs}; it must be 1 or more")
     options = WriteOptions(
