@@ -319,16 +319,8 @@ def test_the_command_line_is_named_where_it_overrides_a_variable(folder, capsys,
     assert err.startswith("error: --deadline is a time like")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "loss notes --print-verdict --print-throughput",
-        "loss notes --print-throughput --print-suspect",
-        "classify notes --print-word --print-nodes",
-    ],
-)
-def test_two_bare_answers_at_once_are_refused(folder, capsys, command):
-    exit_code, out, err = called(capsys, command)
+def test_two_bare_answers_at_once_are_refused(folder, capsys):
+    exit_code, out, err = called(capsys, "classify notes --print-word --print-nodes")
     assert (exit_code, out) == (2, "")
     assert "exclude each other" in err
 
