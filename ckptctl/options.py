@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, overload
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVarTuple, cast
 
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.model import STATE_KINDS, Level
@@ -37,7 +37,8 @@ class Parameter(NamedTuple):
     `spec` is an option as help shows it (`--quiet -q`, `--mtbf TIME`), or the name of an
     argument (`ROOT...`). A number is at least `min`. An option that is not `common` is left out
     of the help of `-h`, one that is `hidden` of `--help` too; a `setting`, which a run states once
-    in a file, is there by its key alone.
+    in a file, is there by its key alone. `variable` is its environment variable, where the one of
+    its name belongs to an option of another meaning.
     """
 
     spec: str
@@ -46,6 +47,7 @@ class Parameter(NamedTuple):
     common: bool = True
     hidden: bool = False
     setting: bool = False
+    variable: str = ""
 
 
 LEVEL = Parameter(
@@ -221,6 +223,7 @@ class Requirements:
             "What an entry or a file holds that is not recognized, by its whole key path or name "
             "(dataloader=data_pos); may be given several times.",
             common=False,
+            variable="CKPTCTL_STATE_KEYS",
         ),
     ] = ()
     world_size: Annotated[
@@ -621,28 +624,11 @@ class TrainKeywords(PickKeywords, total=False):
     patience_s: float
 
 
-_A = TypeVar("_A", bound="Options")
-_B = TypeVar("_B", bound="Options")
-_C = TypeVar("_C", bound="Options")
-_D = TypeVar("_D", bound="Options")
 Options = StorageOptions | Requirements | PickPolicy | ContentOptions | TrainOptions
+_Given = TypeVarTuple("_Given")
 
 
-@overload
-def options_from(keywords: Mapping[str, Any], first: _A, /) -> _A: ...
-@overload
-def options_from(keywords: Mapping[str, Any], first: _A, second: _B, /) -> tuple[_A, _B]: ...
-@overload
-def options_from(
-    keywords: Mapping[str, Any], first: _A, second: _B, third: _C, /
-) -> tuple[_A, _B, _C]: ...
-@overload
-def options_from(
-    keywords: Mapping[str, Any], first: _A, second: _B, third: _C, fourth: _D, /
-) -> tuple[_A, _B, _C, _D]: ...
-def options_from(
-    keywords: Mapping[str, Any], /, *options: Options
-) -> Options | tuple[Options, ...]:
+def options_from(keywords: Mapping[str, Any], /, *options: *_Given) -> tuple[*_Given]:
     """The options, each with those of its fields that a caller gave as keywords.
 
     A keyword wins over the field of an object. Raises `TypeError` for a keyword that is a
@@ -650,12 +636,12 @@ def options_from(
     """
     left = dict(keywords)
     made = []
-    for one in options:
+    for one in cast(tuple[Options, ...], options):
         own = {each.name: left.pop(each.name) for each in fields(one) if each.name in left}
         made.append(replace(one, **own) if own else one)
     if left:
         raise TypeError(f"unexpected keyword argument {next(iter(left))!r}")
-    return made[0] if len(made) == 1 else tuple(made)
+    return cast(tuple[*_Given], tuple(made))
 
 
 def not_negative(name: str, value: float) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 HIDDEN = "***"
@@ -89,41 +89,12 @@ _NAMED_BEFORE_HOST = frozenset(
 )
 """Schemes in which a container or a user stands before `@`; what follows a colon is a password."""
 
-HARMLESS_OPTIONS = frozenset(
-    f"--{name}"
-    for name in (
-        # Numbers, switches and words of a list.
-        *("accept-drift", "accept-unverifiable", "alarm-after", "allow-fresh"),
-        *("allow-missing-state", "apply"),
-        *("before", "canary", "color", "continue", "create", "debug", "detailed-exitcode"),
-        *("dry-run", "exit-code", "failures-per-node-day", "fault", "follow", "format"),
-        *("from-step", "grace", "help", "jobs", "json", "keep", "last", "level"),
-        *("max-excluded", "max-fallback", "max-free-restarts", "max-restarts", "max-steps"),
-        *("min-confidence", "min-world-size", "nan-scan", "new", "no-restart-on", "node-probe"),
-        *("off", "once", "only", "print", "print-cadence"),
-        *("print-capacity", "print-nodes", "print-suspect", "print-throughput", "print-verdict"),
-        *("print-word", "probe-storage", "quiet", "remote-checksums", "replace", "require"),
-        *("require-seal", "resume", "resume-step", "room-for", "samples", "saved-world-size"),
-        *("scheduler", "seed", "skip", "state-check", "step", "steps", "strict", "subset"),
-        *("tensors", "timeout", "unsealed", "values", "verbose", "version"),
-        *("world-size", "world-sizes", "yes"),
-        # Times and sizes.
-        *("backoff", "bandwidth", "compile", "connect", "deadline", "file-size", "hang-after"),
-        *("interval", "load", "memory", "mtbf", "out-of-section-timeout", "patience", "reschedule"),
-        *("save-time", "section-timeouts", "wait-storage"),
-        # Names of nodes, tensors and variables, which answers are about.
-        *("allow-globals", "key", "mesh", "nodes", "other-nodes", "pattern", "root-env"),
-        *("seal-run", "seal-sequence", "shard", "strip", "under"),
-        # What a person writes for others to read.
-        *("adopt", "by", "evidence", "reason", "reset-budget"),
-        # Paths and addresses; what is secret in an address is hidden in any text.
-        *("config", "contract", "endpoint-url", "evidence-dir", "flight-recorder", "follow-links"),
-        *("hosts-file", "ignore", "key-file", "log", "log-dir", "marks", "metrics"),
-        *("node-report", "optional-root", "other-root", "plot", "report", "resume-from"),
-        *("resume-report", "root", "rows", "state", "transcript", "work"),
-    )
-)
-"""Options of ckptctl whose values are shown; every other option holds a secret."""
+_OF_COMMANDS = frozenset({"--exclude-command", "--launcher", "--notify"})
+"""Options whose values are commands."""
+
+SECRET_OPTIONS = _OF_COMMANDS | {"--storage-option", "--set"}
+"""Options of ckptctl whose values may hold secrets. Every other value is shown, unless a text that
+is known to be a secret is in it."""
 
 _HARMLESS_FLAGS = frozenset(
     {
@@ -236,17 +207,19 @@ def hide_address(url: str) -> None:
             _add_part(_unquoted(value))
 
 
-def hide_environment(environment: Mapping[str, str]) -> None:
-    """Hide the values of the variables for storages and of ckptctl that are not harmless."""
+def hide_environment(environment: Mapping[str, str], is_option: Callable[[str], bool]) -> None:
+    """Hide the values of the variables for storages and of ckptctl that are not harmless.
+
+    `is_option` states whether a variable of ckptctl sets an option.
+    """
     for name, value in environment.items():
         if name.startswith(_STORAGE_VARIABLES) and name not in _HARMLESS_VARIABLES and value:
-            _hide_variable(name, value)
+            _hide_variable(name, value, is_option)
         elif "://" in value and name.upper().endswith("_PROXY"):
             hide_address(value)
 
 
-def _hide_variable(name: str, value: str) -> None:
-    option = "--" + name.removeprefix("CKPTCTL_").lower().replace("_", "-")
+def _hide_variable(name: str, value: str, is_option: Callable[[str], bool]) -> None:
     if "://" in value:
         hide_address(value)
     if name == "CKPTCTL_STORAGE_OPTION":
@@ -256,9 +229,9 @@ def _hide_variable(name: str, value: str) -> None:
         return
     elif name in ("CKPTCTL_LAUNCHER", "CKPTCTL_EXCLUDE_COMMAND"):
         hide_words(value.split())
-    elif name.startswith("CKPTCTL_") and option in HARMLESS_OPTIONS:
+    elif _is_plain(value) or re.fullmatch(_ADDRESS, value) is not None:
         return
-    elif not _is_plain(value) and re.fullmatch(_ADDRESS, value) is None:
+    elif not (name.startswith("CKPTCTL_") and is_option(name)):
         hide(value)
 
 
@@ -290,8 +263,11 @@ def hide_words(words: Sequence[str]) -> None:
                     hide(each)
 
 
-def hide_arguments(argv: Sequence[str]) -> None:
-    """Hide what the arguments of ckptctl contain, before they are understood."""
+def hide_arguments(argv: Sequence[str], is_option: Callable[[str], bool]) -> None:
+    """Hide what the arguments of ckptctl contain, before they are understood.
+
+    The value of what is no option, by `is_option`, may be a secret that was mistyped.
+    """
     own = argv[: argv.index("--")] if "--" in argv else argv
     hide_words(argv[len(own) + 1 :])
     for option, value in _options_in(own):
@@ -299,16 +275,12 @@ def hide_arguments(argv: Sequence[str]) -> None:
             hide_storage_option(value)
         elif option == "--set":  # a runbook knows which of its inputs are commands
             hide_address(value.partition("=")[2])
-        elif option and option not in HARMLESS_OPTIONS:
+        elif option in _OF_COMMANDS or (option and not is_option(option)):
             hide_words(words_of(value))
             if option not in _OF_COMMANDS and not _is_plain(value):
                 hide(value)
         else:
             hide_address(value)
-
-
-_OF_COMMANDS = frozenset({"--exclude-command", "--launcher", "--notify"})
-"""Options whose values are commands."""
 
 
 def keep(*texts: str) -> None:
@@ -389,8 +361,7 @@ def _value(option: str, value: str) -> str:
         if all(_harmless_words(words)) and redacted(text) == text:
             return shlex.quote(value)
         return f"{shlex.quote(key)}={_reference(f'SET_{key}')}"
-    is_known = not option or option in HARMLESS_OPTIONS
-    harmless = is_known or all(_harmless_words(words_of(value)))
+    harmless = option not in SECRET_OPTIONS or all(_harmless_words(words_of(value)))
     return shlex.quote(value) if harmless and redacted(value) == value else _reference(name)
 
 

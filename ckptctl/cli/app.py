@@ -20,6 +20,7 @@ from ckptctl.cli.commands import (
     COMMANDS,
     VERSION,
     command_group,
+    sets_option,
     shared_help_lines,
     source_of,
 )
@@ -41,8 +42,6 @@ def run(argv: Sequence[str]) -> int:
     Without arguments it prints the help, but a job script that lost its arguments
     must not take that for an answer: 2.
     """
-    hide_environment(os.environ)
-    hide_arguments(argv)
     with without_secrets():
         return _run(argv)
 
@@ -50,8 +49,10 @@ def run(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     if _COMPLETION in os.environ:
         return _complete(argv)
-    out = Output(_command(argv), as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
+    command = _command(argv)
+    out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
     try:
+        _hide_secrets(argv, command)
         exit_code = _answer([*argv] or ["--help"], out)
         out.flush()
     except BrokenPipeError:
@@ -59,6 +60,15 @@ def _run(argv: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001 - the one place that answers for all of them
         return _failed(error, argv, out)
     return exit_code if argv else _USAGE
+
+
+def _hide_secrets(argv: Sequence[str], command: str | None) -> None:
+    """Hide what this process received, in every text that it writes from now on."""
+    hide_arguments(argv, lambda option: sets_option(option, command))
+    # A job inherits the variables of other commands.
+    hide_environment(
+        os.environ, lambda name: any(sets_option(name, one) for one in (command, None))
+    )
 
 
 def _answer(argv: list[str], out: Output) -> int:

@@ -46,6 +46,7 @@ def classify(
         Parameter(
             "--state WORD",
             "The scheduler's state of the job: OUT_OF_MEMORY, NODE_FAIL, OOMKilled, Evicted.",
+            variable="CKPTCTL_JOB_STATE",
         ),
     ] = None,
     scheduler: Annotated[

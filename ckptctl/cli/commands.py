@@ -148,16 +148,17 @@ def _whole_help(context: typer.Context, asked: bool) -> None:
     _print_help(context, asked, whole=True)
 
 
-class _Declared(NamedTuple):
+def _declared(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
     """A parameter as typer reads it from a signature."""
-
-    kind: Any
-    default: Any
-    info: Any
+    annotation = Annotated[kind, info]
+    return inspect.Parameter(name, _KEYWORD, default=default, annotation=annotation)
 
 
-_HELP: Mapping[str, _Declared] = {
-    name: _Declared(
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+_HELP = tuple(
+    _declared(
+        name,
         bool,
         False,
         typer.Option(
@@ -177,7 +178,7 @@ _HELP: Mapping[str, _Declared] = {
             _whole_help,
         ),
     )
-}
+)
 
 
 @cache
@@ -206,10 +207,10 @@ def command_group() -> Any:
         metavar="SHELL",
         help="Print the completion script of bash, fish or zsh, and exit.",
     )
-    declared = {
-        "version": _Declared(bool, False, version),
-        "show_completion": _Declared(str | None, None, completion),
-    }
+    declared = (
+        _declared("version", bool, False, version),
+        _declared("show_completion", str | None, None, completion),
+    )
     app = _app(_Commands)
     app.callback(invoke_without_command=True)(_with_signature(root, declared))
     return get_command(app)
@@ -221,6 +222,16 @@ def command_of(name: str) -> Any:
     app = _app(None)
     app.command(name)(_for_typer(load(name).function))
     return get_command(app)
+
+
+def sets_option(word: str, command: str | None) -> bool:
+    """Whether a word is an option of a command, or the variable of one; of any, where it is None.
+
+    Cost: the first time an import of the command, or of all.
+    """
+    if command is None:
+        return any(sets_option(word, name) for name in COMMANDS)
+    return any(word in (*option.opts, option.envvar) for option in command_of(command).params)
 
 
 def _app(cls: type[TyperGroup] | None) -> typer.Typer:
@@ -255,8 +266,8 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
 
     def answer_of(context: typer.Context, given: dict[str, Any]) -> int:
         out: Output = context.obj
-        for name in _HELP:
-            del given[name]
+        for parameter in _HELP:
+            del given[parameter.name]
         given |= {name: _as_words(given[name]) for name in paths}
         keep(*(str(path) for name in paths if given[name] for path in _several(given[name])))
         timeout_s = given.get("timeout") or TIMEOUT_S
@@ -296,16 +307,17 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
             return function(**given, out=out)
 
     run.__doc__ = function.__doc__
-    declared = {
-        option.name: _Declared(option.kind, option.default, _typer_info(option, heading))
+    is_configured = function.__name__ in CONFIGURED
+    declared = [
+        _declared(
+            option.name,
+            option.kind,
+            option.default,
+            _typer_info(option, heading, hidden=is_configured and option.declared.setting),
+        )
         for option, heading in options
-    }
-    if function.__name__ in CONFIGURED:
-        declared["config"] = _CONFIG
-        for option, _ in options:
-            if option.declared.setting:
-                declared[option.name].info.hidden = True
-    return _with_signature(run, declared)
+    ]
+    return _with_signature(run, [*declared, _CONFIG] if is_configured else declared)
 
 
 def _blame_source(error: OptionError, context: typer.Context) -> None:
@@ -341,7 +353,7 @@ def _read_settings(context: typer.Context, named: str | None) -> str | None:
         names = options[parameter].opts[:1]
         is_option = options[parameter].param_type_name == "option"
         for text in _several(value):
-            hide_arguments([*(names if is_option else ()), str(text)])
+            hide_arguments([*(names if is_option else ()), str(text)], names.__contains__)
     context.default_map = {**settings.values}
     return named
 
@@ -384,7 +396,8 @@ def _settings_lines(context: typer.Context, given: Mapping[str, Any]) -> Iterato
             )
 
 
-_CONFIG = _Declared(
+_CONFIG = _declared(
+    "config",
     str | None,
     None,
     typer.Option(
@@ -452,33 +465,17 @@ def _made(
 
 
 def _with_signature(
-    function: Callable[..., Any], declared: Mapping[str, _Declared]
+    function: Callable[..., Any], declared: Iterable[inspect.Parameter]
 ) -> Callable[..., Any]:
     """The function with the signature from which typer reads its parameters, help included."""
-    whole = {**declared, **_HELP}
-    parameters = {
-        "context": inspect.Parameter("context", _KEYWORD, annotation=typer.Context),
-        **{
-            name: inspect.Parameter(
-                name,
-                _KEYWORD,
-                default=declaration.default,
-                annotation=Annotated[declaration.kind, declaration.info],
-            )
-            for name, declaration in whole.items()
-        },
-    }
-    function.__annotations__ = {
-        name: parameter.annotation for name, parameter in parameters.items()
-    }
-    function.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+    context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
+    parameters = (context, *declared, *_HELP)
+    function.__annotations__ = {each.name: each.annotation for each in parameters}
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return function
 
 
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
-
-
-def _typer_info(option: Option, heading: str | None) -> Any:
+def _typer_info(option: Option, heading: str | None, *, hidden: bool) -> Any:
     declared = option.declared
     names = option_names(declared)
     if not names:
@@ -492,7 +489,7 @@ def _typer_info(option: Option, heading: str | None) -> Any:
         show_default=option.shown or True,
         show_envvar=False,  # help states once that every option has a variable
         parser=_number(kinds[0], declared.min) if kinds else None,
-        hidden=declared.hidden,
+        hidden=declared.hidden or hidden,
         rich_help_panel=heading,
     )
 

@@ -26,7 +26,12 @@ def cost(
         Parameter("ROOT", "Folder or URL of a run; what its attempts recorded need not be given."),
     ] = None,
     interval: Annotated[
-        float | None, Parameter("--interval TIME", "Time from save to save: 30m, 1.5h, 3600.")
+        float | None,
+        Parameter(
+            "--interval TIME",
+            "Time from save to save: 30m, 1.5h, 3600.",
+            variable="CKPTCTL_SAVE_INTERVAL",
+        ),
     ] = None,
     save_time: Annotated[
         float | None, Parameter("--save-time TIME", "How long training stops for a save.")
@@ -37,7 +42,10 @@ def cost(
     nodes: Annotated[
         int | None,
         Parameter(
-            "--nodes N", "Number of nodes, to compute --mtbf from their failure rate.", min=1
+            "--nodes N",
+            "Number of nodes, to compute --mtbf from their failure rate.",
+            min=1,
+            variable="CKPTCTL_NODE_COUNT",
         ),
     ] = None,
     failures_per_node_day: Annotated[

@@ -17,7 +17,6 @@ from ckptctl.symbols import Style
 EXAMPLES = (
     "ckptctl data /shared/ckpt/run-1234",
     "ckptctl data /shared/ckpt/run-1234@1200 --json",
-    "ckptctl data --rows samples.rank0.jsonl --rows samples.rank1.jsonl --samples 50000",
 )
 EXIT_CODES = (0, 2, 10, 11, 25, 26, 30, 31, 75, 77)
 
@@ -27,19 +26,11 @@ MOST_EPOCHS = 20
 
 def data(
     root: Annotated[
-        str | None,
+        str,
         Parameter(
             "ROOT", "Root of a run, whose ledger is in its newest usable step; or ROOT@1200."
         ),
-    ] = None,
-    rows: Annotated[
-        list[str] | None,
-        Parameter(
-            "--rows FILE",
-            "Lines of JSON that a training loop wrote, in place of ROOT: step, epoch, count, sum "
-            "or ids; may be given several times, once for each rank.",
-        ),
-    ] = None,
+    ],
     samples: Annotated[
         int | None,
         Parameter(
@@ -60,9 +51,7 @@ def data(
     branch that the step is on: what an abandoned branch trained does not count. With --quiet only
     the verdict is printed: found, excluded or unknown.
     """
-    use = ckptctl.data_use(
-        root, rows=rows or (), samples=samples, requirements=requirements, storage=storage
-    )
+    use = ckptctl.data_use(root, samples=samples, requirements=requirements, storage=storage)
     out.answer(document_of("data", use), lambda: data_lines(use), bare=(use.verdict,))
     return use.exit_code
 

@@ -66,13 +66,17 @@ def doctor(
 
 
 def _own_variables() -> frozenset[str]:
-    """The variables of all options, the key of seals, and those that `run` and the tests set."""
-    from ckptctl.distributed.launcher import RESTART_COUNT
+    """The variables of all options, the key of seals, and those that ckptctl sets for others."""
+    from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT
+    from ckptctl.formats.own.heartbeats import FOLDER_VARIABLE, KEY_VARIABLE
+    from ckptctl.supervisor.nodes import EXCLUDED
+    from ckptctl.supervisor.processes import MARKER
 
+    for_jobs = {RESTART_COUNT, ATTEMPT, MARKER, EXCLUDED, FOLDER_VARIABLE, KEY_VARIABLE}
     variables = {
         str(parameter.envvar) for name in COMMANDS for parameter in command_of(name).params
     }
-    return frozenset(variables) | {SEAL_KEY, RESTART_COUNT, "CKPTCTL_COLUMNS"}
+    return frozenset(variables) | for_jobs | {SEAL_KEY, "CKPTCTL_COLUMNS"}
 
 
 def diagnosis_lines(found: Diagnosis) -> list[Line]:

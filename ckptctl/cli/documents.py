@@ -26,10 +26,6 @@ from ckptctl.model import ExitCode, NextCommand, Time
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from ckptctl.cli.explain import Page
-    from ckptctl.formats.own.supervision import Attempt
-    from ckptctl.runbook.document import Input
-
 Document = dict[str, object]
 
 
@@ -71,42 +67,6 @@ class Chosen(TypedDict):
     """The address of the chosen step; null where none was chosen."""
     step: int | None
     """The number of the chosen step."""
-
-
-class Attempted(TypedDict):
-    """What `run --notify` sends of an attempt that is followed by another."""
-
-    attempt: Attempt
-    """The attempt that failed."""
-
-
-class Explained(TypedDict):
-    """The answer of `explain`."""
-
-    explained: tuple[Page, ...]
-    """One entry for each thing that was explained."""
-
-
-class ShownRunbook(TypedDict):
-    """A runbook."""
-
-    name: str
-    """Its name."""
-    title: str
-    """Its title."""
-    states: tuple[str, ...]
-    """The names of its states, in order."""
-    inputs: tuple[Input, ...]
-    """What it asks for."""
-    text: str
-    """The document itself, in Markdown."""
-
-
-class Runbooks(TypedDict):
-    """The answer of `runbook list` and `show`."""
-
-    runbooks: tuple[ShownRunbook, ...]
-    """The runbooks."""
 
 
 class Failed(TypedDict):
@@ -155,7 +115,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "preflight": DocumentKind("ckptctl preflight --json", ("preflight_checks.results:Preflight",)),
     "supervised": DocumentKind("ckptctl run --json", ("supervisor.restarting:Supervised",)),
     "attempt": DocumentKind(
-        "ckptctl run --notify, for an attempt that failed", ("cli.documents:Attempted",)
+        "ckptctl run --notify, for an attempt that failed", ("cli.run:Attempted",)
     ),
     "history": DocumentKind("ckptctl history --json", ("goodput.history:RunHistory",)),
     "data": DocumentKind("ckptctl data --json", ("goodput.data_use:DataUse",)),
@@ -165,12 +125,12 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "reshard": DocumentKind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": DocumentKind("ckptctl convert --json", ("resharding.results:Converted",)),
     "diff": DocumentKind("ckptctl diff --json", ("resharding.results:Diff",)),
-    "runbooks": DocumentKind("ckptctl runbook list and show --json", ("cli.documents:Runbooks",)),
+    "runbooks": DocumentKind("ckptctl runbook list and show --json", ("cli.runbook:Runbooks",)),
     "runbook": DocumentKind("ckptctl runbook run --json", ("runbook.running:Ran",)),
     "classify": DocumentKind("ckptctl classify --json", ("failures.results:Classification",)),
     "loss": DocumentKind("ckptctl loss --json", ("loss.checking:LossReport",)),
     "doctor": DocumentKind("ckptctl doctor --json", ("diagnostics.advice:Diagnosis",)),
-    "explain": DocumentKind("ckptctl explain --json", ("cli.documents:Explained",)),
+    "explain": DocumentKind("ckptctl explain --json", ("cli.explain:Explained",)),
     "error": DocumentKind("An error, with --json", ("cli.documents:Failed",)),
     "seal": _own_file("A seal: .ckptctl/seal.json of a step", "Seal", "seals"),
     "mark": _own_file("A mark: .ckptctl/marks/ID.json of a step, or a line", "Mark", "marks"),

@@ -11,14 +11,13 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from importlib import import_module, resources
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 from msgspec import Meta
 
@@ -101,23 +100,21 @@ class Page:
     """The page, in Markdown."""
 
 
+class Explained(TypedDict):
+    """The answer of `explain`."""
+
+    explained: tuple[Page, ...]
+    """One entry for each thing that was explained."""
+
+
 def page(name: str) -> Page:
     """The page of a finding code, a verdict, an exit code, a cause or a check of `doctor`.
 
     Raises `UsageError` for anything else, with the names that come close.
     """
-    if name in CODES:
-        return Page(name, "finding", CODES[name].title, _text_of(name))
-    if name in {verdict.value for verdict in Verdict}:
-        return _verdict_page(Verdict(name))
-    if name in exit_codes.LOSS_VERDICTS:
-        return _loss_verdict_page(name)
-    if name.isascii() and name.isdigit() and int(name[:4]) in exit_codes.EXIT_CODES:
-        return _exit_code_page(int(name))
-    if name in _CAUSES:
-        return _cause_page(_CAUSES[name])
-    if name in CHECKS:
-        return _check_page(name)
+    made = _makers().get(name.lstrip("0") or "0" if name.isdecimal() else name)
+    if made is not None:
+        return made()
     below = [code for code in sorted((*CODES, *CHECKS)) if code.startswith(f"{name}.")]
     close = below or _close_to(name)
     message = f"there is nothing to explain under the name {name!r}"
@@ -133,24 +130,28 @@ def page(name: str) -> Page:
 
 def all_pages() -> Iterator[Page]:
     """Every page: finding codes, verdicts, exit codes, causes, then checks of `doctor`."""
-    for code in sorted(CODES):
-        yield page(code)
-    for verdict in Verdict:
-        yield page(verdict.value)
-    for word in exit_codes.LOSS_VERDICTS:
-        yield page(word)
-    for number in exit_codes.EXIT_CODES:
-        yield page(str(number))
-    for cause in _CAUSES.values():
-        yield _cause_page(cause)
-    for name in CHECKS:
-        yield _check_page(name)
+    return (made() for made in _makers().values())
 
 
-def _text_of(code: str) -> str:
+@cache
+def _makers() -> Mapping[str, Callable[[], Page]]:
+    """What makes the page of each name, in the order of the index."""
+    causes = (cause for cause in CLASSES.values() if cause.name not in ("none", "unknown"))
+    return {
+        **{code: partial(_finding_page, code) for code in sorted(CODES)},
+        **{verdict.value: partial(_verdict_page, verdict) for verdict in Verdict},
+        **{word: partial(_loss_verdict_page, word) for word in exit_codes.LOSS_VERDICTS},
+        **{str(number): partial(_exit_code_page, number) for number in exit_codes.EXIT_CODES},
+        **{cause.name: partial(_cause_page, cause) for cause in causes},
+        **{name: partial(_check_page, name) for name in CHECKS},
+    }
+
+
+def _finding_page(code: str) -> Page:
     file = resources.files("ckptctl").joinpath("pages").joinpath(f"{code}.md")
     heading, _, rest = file.read_text("utf-8").rstrip("\n").partition("\n")
-    return f"{heading}: {CODES[code].title}\n\n{_consequence(code)}\n{rest}"
+    text = f"{heading}: {CODES[code].title}\n\n{_consequence(code)}\n{rest}"
+    return Page(code, "finding", CODES[code].title, text)
 
 
 def _consequence(code: str) -> str:
@@ -203,10 +204,6 @@ def _exit_code_page(number: int) -> Page:
     return Page(str(number), "exit-code", code.title, "\n".join(lines))
 
 
-_CAUSES = {
-    domain.name: domain for domain in CLASSES.values() if domain.name not in ("none", "unknown")
-}
-
 _RESTARTS = {
     Restart.FREE: "helps, and is not counted against a budget",
     Restart.YES: "helps",
@@ -231,14 +228,8 @@ def _check_page(name: str) -> Page:
 def _close_to(name: str) -> list[str]:
     from difflib import get_close_matches
 
-    names = [
-        *CODES,
-        *(verdict.value for verdict in Verdict),
-        *exit_codes.LOSS_VERDICTS,
-        *_CAUSES,
-        *CHECKS,
-    ]
-    return get_close_matches(name.lower(), names, n=3)
+    words = [known for known in _makers() if not known.isdecimal()]
+    return get_close_matches(name.lower(), words, n=3)
 
 
 # The JSON Schema of a document, from the classes that hold its fields. Types become constraints,
@@ -407,8 +398,7 @@ class _Field(NamedTuple):
 def _fields(kind: type) -> Iterator[_Field]:
     """The fields that documents have of a class: a dataclass or a `TypedDict`."""
     module = kind.__module__
-    names = _names_for_types(module)
-    hints = typing.get_type_hints(kind, localns=names, include_extras=True)
+    hints = typing.get_type_hints(kind, include_extras=True)
     texts = _texts(kind)
     required = getattr(kind, "__required_keys__", hints)
     for name in hints if typing.is_typeddict(kind) else field_names(kind):
@@ -417,7 +407,7 @@ def _fields(kind: type) -> Iterator[_Field]:
             yield _Field(name, hints[name], texts.get(name, ""), name in required, signed)
         else:
             get = getattr(kind, name).fget
-            hint = typing.get_type_hints(get, localns=names, include_extras=True)["return"]
+            hint = typing.get_type_hints(get, include_extras=True)["return"]
             yield _Field(name, hint, _text(get.__doc__), signed=signed)
 
 
@@ -448,17 +438,3 @@ def _texts(kind: type) -> Mapping[str, str]:
             and isinstance(text.value, ast.Constant)
         }
     return texts
-
-
-def _names_for_types(module: str) -> Mapping[str, object]:
-    """What a module imports for type checkers alone."""
-    names: dict[str, object] = {}
-    for node in _tree(module).body:
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
-            continue
-        for statement in node.body:
-            if isinstance(statement, ast.ImportFrom) and statement.module:
-                with suppress(ImportError):  # `_typeshed` exists for type checkers only
-                    found = import_module(statement.module)
-                    names |= {alias.name: getattr(found, alias.name) for alias in statement.names}
-    return names

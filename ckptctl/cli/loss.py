@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import ckptctl
 from ckptctl.cli.output import Output, document_of
@@ -45,6 +45,9 @@ EXAMPLES = (
     "ckptctl loss --follow train.log --resume-report /shared/ckpt/run-1234 --timeout 1800",
 )
 EXIT_CODES = (0, 2, 30, 31, 32, 75, 77)
+
+Printed = Literal["verdict", "throughput", "suspect"]
+"""The one value that `loss --print` puts on standard output."""
 
 
 def loss(
@@ -119,6 +122,7 @@ def loss(
             "A regular expression that matches a line of the log; its groups have the names "
             "of fields: (?P<step>[0-9]+), (?P<loss>...).",
             common=False,
+            variable="CKPTCTL_LOG_PATTERN",
         ),
     ] = None,
     key: Annotated[
@@ -178,34 +182,20 @@ def loss(
             common=False,
         ),
     ] = None,
-    print_verdict: Annotated[
-        bool,
+    printed: Annotated[
+        Printed | None,
         Parameter(
-            "--print-verdict",
-            "Print only the verdict on standard output, and the evidence on standard error.",
+            "--print",
+            "Print only this on standard output, and the evidence on standard error. throughput: "
+            "how the speed after the resume compares with the run before it (in-band, slower, "
+            "faster, watching while there are too few rows, or unknown); --follow waits for it. "
+            "suspect: the range of steps whose weights may be lost, because no loss behind the "
+            "first of them is finite, and nothing where the last loss is; then the exit code is 0, "
+            "or 31 where the logs count no training steps.",
             hidden=True,
+            variable="CKPTCTL_PRINT_OF_LOSS",
         ),
-    ] = False,
-    print_throughput: Annotated[
-        bool,
-        Parameter(
-            "--print-throughput",
-            "Print only how the speed after the resume compares with the run before it "
-            "(in-band, slower, faster, watching while there are too few rows, or unknown), and "
-            "the verdict on standard error; --follow waits for the speed.",
-            hidden=True,
-        ),
-    ] = False,
-    print_suspect: Annotated[
-        bool,
-        Parameter(
-            "--print-suspect",
-            "Print only the range of steps whose weights may be lost, because no loss behind "
-            "the first of them is finite, and nothing where the last loss is; then the exit code "
-            "is 0. It is 31 where the logs count no training steps.",
-            hidden=True,
-        ),
-    ] = False,
+    ] = None,
     *,
     storage: StorageOptions,
     out: Output,
@@ -218,13 +208,9 @@ def loss(
     """
     paths = logs or []
     if canary and not paths:
-        out.lines(canary_lines())
+        out.lines(line(text) for text in _CANARY)
         return 0
     _check(paths, resume, canary=canary, follow=follow)
-    if print_verdict + print_throughput + print_suspect > 1:
-        raise OptionError(
-            "--print-verdict", ", --print-throughput and --print-suspect exclude each other"
-        )
     if plot is not None:
         check_plot(plot)
     keys = _keys(key or ())
@@ -253,7 +239,7 @@ def loss(
         reports = follow_loss(
             paths,
             checkpoint,
-            follow=FollowOptions(timeout, max_steps, with_throughput=print_throughput),
+            follow=FollowOptions(timeout, max_steps, with_throughput=printed == "throughput"),
             log_format=LogFormat(format, pattern, keys, tuple(ignore or ())),
             storage=storage,
             strict=strict,
@@ -278,29 +264,32 @@ def loss(
             ledger=ledger,
             storage=storage,
         )
-    if plot is not None and not write_plot(report, plot) and out.talks:
-        out.lines([line(f"{plot} was not written: there is no loss to draw")], to=out.err)
+    if plot is not None and not write_plot(report, plot):
+        out.say(line(f"{plot} was not written: there is no loss to draw"))
     if follow and out.as_json:
         out.save(document_of("loss", report))
         return report.exit_code
-    worst = report.worst
-    pace = Pace.UNKNOWN if worst is None else worst.throughput.pace
-    bare: tuple[str, ...] = (pace.value if print_throughput else report.verdict.value,)
-    if print_suspect:
-        found = report.suspect
-        bare = () if found is None else (f"{found.first} {found.last}",)
-    bare_only = print_throughput or print_suspect or print_verdict
     out.answer(
         document_of("loss", report),
         lambda: loss_lines(report, unicode=out.out.unicode),
-        bare=bare,
-        bare_only=bare_only,
+        bare=_values(report, printed),
+        bare_only=printed is not None,
     )
-    if print_suspect:
+    if printed == "suspect":
         # Otherwise the question has an answer, whatever the verdict about a resume is.
         unknown = any(finding.code in _WITHOUT_STEPS for finding in report.findings)
         return LossVerdict.INCONCLUSIVE.exit_code() if unknown else 0
     return report.exit_code
+
+
+def _values(report: LossReport, printed: Printed | None) -> tuple[str, ...]:
+    if printed == "suspect":
+        found = report.suspect
+        return () if found is None else (f"{found.first} {found.last}",)
+    if printed == "throughput":
+        worst = report.worst
+        return (Pace.UNKNOWN.value if worst is None else worst.throughput.pace.value,)
+    return (report.verdict.value,)
 
 
 _WITHOUT_STEPS = ("loss.none", "loss.interleaved")
@@ -379,7 +368,8 @@ def _last(
     """The last report; with `--json`, print each report that differs from the one before."""
     last: ckptctl.LossReport | None = None
     limit = "without a limit" if timeout_s is None else f"for up to {duration(timeout_s)}"
-    _say(out, f"waiting for steps after the resume in {paths[-1]}, {limit}{_absent(paths)}")
+    awaited = f"waiting for steps after the resume in {paths[-1]}, {limit}{_absent(paths)}"
+    out.say(line(awaited, hang=2))
     for report in reports:
         is_new = last is None or (report.verdict, report.message) != (last.verdict, last.message)
         if out.as_json and is_new:
@@ -389,7 +379,7 @@ def _last(
     if last is None:
         raise UsageError("no log was named")
     if absent := _absent(paths):
-        _say(out, f"the wait has ended{absent}")
+        out.say(line(f"the wait has ended{absent}", hang=2))
     return last
 
 
@@ -400,11 +390,6 @@ def _absent(paths: Sequence[str]) -> str:
     return (
         f"; {', '.join(absent)} {verb(len(absent), 'does', 'do')} not exist yet" if absent else ""
     )
-
-
-def _say(out: Output, text: str) -> None:
-    if out.talks:
-        out.lines([line(text, hang=2)], to=out.err)
 
 
 def _so_far(report: ckptctl.LossReport) -> str:
@@ -635,6 +620,7 @@ def _missing_lines(report: LossReport) -> Iterator[Line]:
         yield line(f"  {gap.what}: {gap.remedy}", hang=4)
 
 
+# What a canary is, and how to make one.
 _CANARY = (
     "After a clean stop no step was logged twice, and the curve alone does not show a lost",
     "optimizer, lost random numbers, or data that is repeated or skipped. A canary does:",
@@ -650,8 +636,3 @@ _CANARY = (
     "The verdict is continuous only where these steps agree. The job then resumes from the newest",
     "step, which the same code saves and reads; check it with ckptctl verify STEP --level content.",
 )
-
-
-def canary_lines() -> list[Line]:
-    """What a canary is, and how to make one."""
-    return [line(text) if text else EMPTY for text in _CANARY]

@@ -49,13 +49,6 @@ those of somebody who does not know that it is set.
 """
 
 
-OTHER_VARIABLES: Mapping[str, str] = {"--state KIND=KEY": "CKPTCTL_STATE_KEYS"}
-"""Variables of options whose own name means something else to another command.
-
-`CKPTCTL_STATE` is the folder of `run`, whose job may call `pick`.
-"""
-
-
 def option_names(declared: Parameter) -> list[str]:
     """The names of an option; none of an argument."""
     return [word for word in declared.spec.split() if word.startswith("-")]
@@ -66,7 +59,7 @@ def variable_of(declared: Parameter) -> str | None:
     name = declared.spec.split()[0]
     if name in COMMAND_LINE_ONLY:
         return None
-    return OTHER_VARIABLES.get(declared.spec) or "CKPTCTL_" + parameter_name(name).upper()
+    return declared.variable or "CKPTCTL_" + parameter_name(name).upper()
 
 
 def parameter_name(option: str) -> str:

@@ -26,6 +26,7 @@ from contextlib import (
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias, cast
 
+from ckptctl.cli.documents import Document, as_text, document, error_document
 from ckptctl.cli.rendering import Line, error_lines, in_shell, line, made_safe, wrapped
 from ckptctl.errors import CkptctlError, OptionError, UsageError
 from ckptctl.formatting import command_line, duration, size
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from ckptctl.cli.console import Activity
-    from ckptctl.cli.documents import Document
     from ckptctl.distributed.process_group import ProcessGroup
 
-MakeDocument: TypeAlias = "Callable[[], Document]"
+MakeDocument: TypeAlias = Callable[[], Document]
 """Makes a document where `--json`, `--report` or `--notify` needs it."""
 
 
@@ -49,14 +49,8 @@ def document_of(
     exit_code: int | None = None,
     **beside: object,
 ) -> MakeDocument:
-    """What makes the document that `documents.document` describes; nothing is loaded before."""
-
-    def made() -> Document:
-        from ckptctl.cli.documents import document
-
-        return document(name, result, exit_code=exit_code, **beside)
-
-    return made
+    """What makes the document that `documents.document` describes."""
+    return partial(document, name, result, exit_code=exit_code, **beside)
 
 
 _STRIP_WIDTH = 80
@@ -198,18 +192,21 @@ class Output:
         *,
         bare: Iterable[str] = (),
         bare_only: bool = False,
+        has_failed: bool = False,
     ) -> None:
         """Give the answer of a command: the document, the lines, or with `--quiet` the `bare`.
 
         With `bare_only` the lines go to standard error, and the `bare` to standard output: a
-        script reads the one, and its transcript holds both.
+        script reads the one, and its transcript holds both. Of an answer that `has_failed` the
+        lines are there with `--quiet` too.
         """
         if self._aside:
             return
-        if self.publish(document):
-            return
-        if self.quiet or bare_only:
-            if not self.quiet:
+        self.save(document)
+        if self.as_json:
+            self.document(document)
+        elif self.quiet or bare_only:
+            if not self.quiet or has_failed:
                 # In one piece: a reader of both streams shows the bare answer behind it.
                 self._clear_progress()
                 self.err.write(self._text(lines(), self.err))
@@ -217,19 +214,17 @@ class Output:
         else:
             self.lines(lines())
 
-    def publish(self, document: MakeDocument) -> bool:
-        """Write the document where `--report` and `--json` want it; whether `--json` does."""
-        self.save(document)
-        if self.as_json:
-            self.document(document)
-        return self.as_json
-
     def lines(self, lines: Iterable[Line], *, to: Channel | None = None) -> None:
         """Print lines for a person, on standard output unless `to` is another stream."""
         channel = to or self.out
         self._clear_progress()
         for a_line in lines:
             channel.write(self._text((a_line,), channel))
+
+    def say(self, *lines: Line) -> None:
+        """Print lines beside the answer, for a person alone."""
+        if self.talks:
+            self.lines(lines, to=self.err)
 
     def tell(self, message: str) -> None:
         """Print a message beside the answer; a warning also with `--quiet` and `--json`."""
@@ -270,8 +265,6 @@ class Output:
         report_file, self._report_file = self._report_file, None
         if not self.as_json and report_file is None:
             return
-        from ckptctl.cli.documents import error_document
-
         document = partial(error_document, error, self.command)
         if self.as_json and self.out.stream is not None:
             self.document(document)
@@ -344,8 +337,6 @@ class Output:
                 yield part.text
 
     def _as_text(self, document: Document) -> str:
-        from ckptctl.cli.documents import as_text
-
         completed = {key: self._with_options(key, value) for key, value in document.items()}
         return as_text(redacted_values(completed))
 

@@ -68,10 +68,13 @@ def pick(
     exit_code = found.exit_code
     if detailed_exitcode and not exit_code and found.chosen is not None and not is_certain:
         exit_code = _FELL_BACK
-    if not out.publish(pick_document(found, exit_code)):
-        if out.talks or found.exit_code:
-            out.lines(pick_lines(found), to=out.err)
-        out.bare(_taken(found, printed))
+    out.answer(
+        pick_document(found, exit_code),
+        lambda: pick_lines(found),
+        bare=_taken(found, printed),
+        bare_only=True,
+        has_failed=bool(found.exit_code),
+    )
     return exit_code
 
 

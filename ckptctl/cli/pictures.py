@@ -17,7 +17,7 @@ from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.formatting import counted
 from ckptctl.model import Level
-from ckptctl.symbols import LACKING, STEP_MARKS, VERIFIED, Symbol
+from ckptctl.symbols import LACKING, VERIFIED, Symbol
 
 MAX_CELLS = 64
 """A row of ranks is never longer: more cells cannot be distinguished."""
@@ -117,11 +117,6 @@ def claims_legend(*, unicode: bool) -> str:
     return f"claims: {', '.join(name.value for name in ClaimName)}; {words}"
 
 
-def step_mark(state: str, *, unicode: bool) -> StyledText:
-    """The glyph of a state of a step, in its colour."""
-    return glyph(STEP_MARKS[state], unicode)
-
-
 def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
     """A row of glyphs for each part of the step, one for each rank that wrote it.
 
@@ -137,7 +132,7 @@ def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
         per_cell = -(-len(states) // MAX_CELLS)
         longest = max(longest, per_cell)
         cells = [
-            glyph(_worst(states[i : i + per_cell], RANK_MARKS), unicode)
+            glyph(RANK_MARKS[_worst(states[i : i + per_cell])], unicode)
             for i in range(0, len(states), per_cell)
         ]
         label = part.ljust(label_width) if label_width > 2 else ""
@@ -147,7 +142,7 @@ def map_of_ranks(report: Report, *, unicode: bool) -> list[Line]:
     if longest > 1:
         title += f"; {longest} to a glyph, the worst shows"
     counts = Counter(state for states in rows.values() for state in states)
-    return [line(title), *lines, _legend(counts, RANK_MARKS, unicode)]
+    return [line(title), *lines, _legend(counts, unicode)]
 
 
 def rank_states(report: Report) -> dict[str, list[str]]:
@@ -188,9 +183,7 @@ def rank_states(report: Report) -> dict[str, list[str]]:
             continue  # the consolidated model beside the shards of the ranks
         there = "present" if part in not_read else reached
         rows[part] = [
-            _worst_key(
-                [*states.get((part, rank), ()), there if rank in present else absent], RANK_MARKS
-            )
+            _worst([*states.get((part, rank), ()), there if rank in present else absent])
             for rank in range(n_ranks)
         ]
     return rows
@@ -218,9 +211,9 @@ def _rank(name: str) -> int | None:
     return rank_local_rank(name) if rank is None else rank
 
 
-def _legend(counts: Mapping[str, int], marks: Mapping[str, Symbol], unicode: bool) -> Line:
+def _legend(counts: Mapping[str, int], unicode: bool) -> Line:
     pieces: list[StyledText] = []
-    for state, mark in marks.items():
+    for state, mark in RANK_MARKS.items():
         if counts.get(state):
             pieces += [
                 StyledText("   " if pieces else ""),
@@ -235,10 +228,5 @@ def glyph(mark: Symbol, unicode: bool) -> StyledText:
     return StyledText(mark.glyph if unicode else mark.ascii, mark.style)
 
 
-def _worst(states: Sequence[str], marks: Mapping[str, Symbol]) -> Symbol:
-    return marks[_worst_key(states, marks)]
-
-
-def _worst_key(states: Sequence[str], marks: Mapping[str, Symbol]) -> str:
-    order = list(marks)
-    return min(states, key=order.index)
+def _worst(states: Sequence[str]) -> str:
+    return min(states, key=list(RANK_MARKS).index)

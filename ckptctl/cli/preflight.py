@@ -141,11 +141,9 @@ def preflight(
     with ExitStack() as stack:
         group = process_group(stack, out)
         launchers = parse_launchers(launcher, storage.timeout_s)
-        if group.is_first and out.talks:
-            for started in launchers:
-                limit = f"at most {started.timeout_s:,.0f} s"
-                waits = f"waiting for the processes that {started.words[0]} starts, {limit}"
-                out.lines([line(waits)], to=out.err)
+        for started in launchers if group.is_first else ():
+            limit = f"at most {started.timeout_s:,.0f} s"
+            out.say(line(f"waiting for the processes that {started.words[0]} starts, {limit}"))
         found = ckptctl.preflight(
             *roots,
             optional_roots=optional_root or (),
@@ -162,12 +160,14 @@ def preflight(
             requirements=requirements,
             storage=storage,
         )
-
-    if not out.publish(document_of("preflight", found)) and group.is_first:
-        if out.talks or found.exit_code:
-            out.lines(preflight_lines(found), to=out.err)
-        if found.path is not None:
-            out.bare((found.capacity.value if print_capacity else found.path,))
+    taken = found.capacity.value if print_capacity else found.path
+    out.answer(
+        document_of("preflight", found),
+        lambda: preflight_lines(found),
+        bare=() if found.path is None or taken is None else (taken,),
+        bare_only=True,
+        has_failed=bool(found.exit_code),
+    )
     return found.exit_code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.options import (
@@ -26,7 +26,7 @@ from ckptctl.resharding.results import RankShare, Reshard
 
 EXAMPLES = (
     "ckptctl reshard /shared/ckpt/run-1234@latest /shared/ckpt/run-1235/step_1200 --world-size 24",
-    "ckptctl reshard s3://bucket/run/step_1200 /tmp/step_1200 --mesh dp=4,tp=2 --shard 'w*=1'",
+    "ckptctl reshard s3://bucket/run/step_1200 /tmp/step_1200 --world-size 8 --only model",
     "torchrun --nproc-per-node 8 --no-python ckptctl reshard SRC DST --world-size 24 --apply",
 )
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
@@ -37,22 +37,6 @@ def reshard(
     target: Annotated[str, Parameter("DST", "Path or URL of the new step; it must not exist.")],
     world_size: Annotated[
         int | None, Parameter("--world-size N", "How many ranks to shard the new step for.", min=1)
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        Parameter(
-            "--mesh NAME=N,...",
-            "The arrangement of the ranks, as dp=4,tp=2: dp and fsdp shard every "
-            "sharded tensor, tp and ep those that --shard names, rep holds replicas.",
-        ),
-    ] = None,
-    shard: Annotated[
-        list[str] | None,
-        Parameter(
-            "--shard PATTERN=DIM",
-            "Shard the tensors with a matching name along this dimension, counted from "
-            "0; may be given several times, the last match applies.",
-        ),
     ] = None,
     only: OnlyOpt = None,
     apply: Annotated[
@@ -72,28 +56,23 @@ def reshard(
     Under torchrun or srun the processes share the files. After an interruption the same call
     continues. With --quiet the address of the new step is printed when it is published.
     """
-    wanted: dict[str, Any] = {
-        "world_size": world_size,
-        "mesh": mesh,
-        "shard": shard or (),
-        "only_model": only_model(only),
-        "accept_unverifiable": accept_unverifiable,
-        "memory": memory,
-        "pattern": requirements.pattern,
-        "grace_s": requirements.grace_s,
-        "storage": storage,
-    }
     with ExitStack() as stack:
         group = process_group(stack, out) if apply else ProcessGroup()
         answer = ckptctl.reshard(
             step,
             target,
+            world_size=world_size,
+            only_model=only_model(only),
             apply=apply,
+            accept_unverifiable=accept_unverifiable,
+            memory=memory,
             jobs=jobs,
             key=requirements.key,
             group=group,
             on_progress=lambda done, total: out.progress("written", done, total, unit="B"),
-            **wanted,
+            pattern=requirements.pattern,
+            grace_s=requirements.grace_s,
+            storage=storage,
         )
         answer = replace(answer, exit_code=group.agree(answer.exit_code))
     if not apply and not answer.exit_code:
@@ -141,8 +120,7 @@ def _ranks(answer: Reshard) -> str:
     saved = answer.saved_world_size
     before = "an unknown number of ranks" if saved is None else counted(saved, "rank")
     after = counted(answer.world_size, "rank")
-    arranged = "" if answer.mesh == f"dp={answer.world_size}" else f" ({answer.mesh})"
-    return f"from {answer.source}, saved by {before}, for {after}{arranged}"
+    return f"from {answer.source}, saved by {before}, for {after}"
 
 
 def _contents(answer: Reshard) -> str:

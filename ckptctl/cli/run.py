@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 from ckptctl.cli.notifying import Notifier
 from ckptctl.cli.options import (
@@ -116,8 +116,7 @@ def run(
     notifier = Notifier(notify, out)
 
     def on_attempt(one: Attempt) -> None:
-        if out.talks:
-            out.lines(attempt_lines(one), to=out.err)
+        out.say(line(f"ckptctl: {one.sentence}", hang=2))
         if one.decision is Decision.RESTART:
             notifier.send(document_of("attempt", exit_code=one.exit_code or 1, attempt=one))
 
@@ -143,9 +142,16 @@ def run(
         answer = document_of("supervised", found)
         if found.exit_code:
             notifier.send(answer)
-        if not out.publish(answer) and (out.talks or found.exit_code):
-            out.lines(supervised_lines(found), to=out.err)
+        failed = bool(found.exit_code)
+        out.answer(answer, lambda: supervised_lines(found), bare_only=True, has_failed=failed)
     return found.exit_code
+
+
+class Attempted(TypedDict):
+    """What `run --notify` sends of an attempt that is followed by another."""
+
+    attempt: Attempt
+    """The attempt that failed."""
 
 
 _SECTION_NAMES: dict[str, Section] = {
@@ -191,11 +197,6 @@ def _check_alone() -> None:
         f"{instead}",
         next_command="ckptctl run --help",
     )
-
-
-def attempt_lines(one: Attempt) -> list[Line]:
-    """One attempt of the job, when it has ended."""
-    return [line(f"ckptctl: {one.sentence}", hang=2)]
 
 
 def supervised_lines(found: Supervised) -> list[Line]:

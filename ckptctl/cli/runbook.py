@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 from ckptctl.cli.main import Stopped
 from ckptctl.cli.notifying import Notifier
@@ -49,9 +49,6 @@ from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import TRANSCRIPT, write_transcript
 from ckptctl.storage.opening import local_path
 from ckptctl.symbols import Style
-
-if TYPE_CHECKING:
-    from ckptctl.cli.documents import ShownRunbook
 
 EXAMPLES = (
     "ckptctl runbook run rb-7 /shared/ckpt/run-1234 --set LOG=train.log",
@@ -174,7 +171,11 @@ def runbook(
             write_transcript(Path(transcript), ran.events)
         if ran.exit_code or not ran.finished:
             notifier.send(document_of("runbook", ran))
-        _answer(ran, transcript, out)
+        out.answer(
+            document_of("runbook", ran),
+            lambda: ran_lines(ran, transcript),
+            bare=() if ran.step is None else (ran.step,),
+        )
     return ran.exit_code
 
 
@@ -196,6 +197,28 @@ def _show(book: Runbook, out: Output) -> int:
     return 0
 
 
+class ShownRunbook(TypedDict):
+    """A runbook."""
+
+    name: str
+    """Its name."""
+    title: str
+    """Its title."""
+    states: tuple[str, ...]
+    """The names of its states, in order."""
+    inputs: tuple[Input, ...]
+    """What it asks for."""
+    text: str
+    """The document itself, in Markdown."""
+
+
+class Runbooks(TypedDict):
+    """The answer of `runbook list` and `show`."""
+
+    runbooks: tuple[ShownRunbook, ...]
+    """The runbooks."""
+
+
 def _runbooks(books: Iterable[Runbook]) -> MakeDocument:
     shown: tuple[ShownRunbook, ...] = tuple(
         {
@@ -208,14 +231,6 @@ def _runbooks(books: Iterable[Runbook]) -> MakeDocument:
         for book in books
     )
     return document_of("runbooks", exit_code=0, runbooks=shown)
-
-
-def _answer(ran: Ran, transcript: str | None, out: Output) -> None:
-    out.answer(
-        document_of("runbook", ran),
-        lambda: ran_lines(ran, transcript),
-        bare=() if ran.step is None else (ran.step,),
-    )
 
 
 def _inputs(given: Sequence[str]) -> dict[str, list[str]]:
@@ -323,7 +338,7 @@ class TerminalPrompts:
 
     def report(self, text: str) -> None:
         """A fact about the run, on a line of its own."""
-        self._say(line(StyledText(text, "warn"), hang=2))
+        self.out.say(line(StyledText(text, "warn"), hang=2))
 
     def continues(self, run: str, begun: str) -> bool | None:
         """Ask whether a run that was found is continued."""
@@ -339,12 +354,12 @@ class TerminalPrompts:
         heading = f"== {state.name}"
         if self.out.draws and self.out.err.unicode:
             heading = f"── {state.name} ".ljust(min(self.out.err.picture_width, _RULE), "─")
-        self._say(EMPTY, line(StyledText(heading, "strong"), solid=True))
+        self.out.say(EMPTY, line(StyledText(heading, "strong"), solid=True))
         if state.name in self._explained or not self.verbose:
             return
         self._explained.add(state.name)
         for paragraph in state.about.split("\n\n"):
-            self._say(line("  ", prose(paragraph), hang=2))
+            self.out.say(line("  ", prose(paragraph), hang=2))
 
     def about_to(self, block: Block, command: str | None, values: Mapping[str, Value]) -> None:
         """The command that runs; the block of the page if it is several, or with `verbose`."""
@@ -352,8 +367,8 @@ class TerminalPrompts:
         if self._is_short and command is None and not block.changes:
             return  # what it prints and what follows is enough of a script that only reads
         text = block.code if command is None or self.verbose else command
-        self._say(*(_command(text_line) for text_line in text.splitlines()))
-        self._say(
+        self.out.say(*(_command(text_line) for text_line in text.splitlines()))
+        self.out.say(
             *(
                 line("    ", StyledText(f"{name}={shown(value)}", "name"), solid=True)
                 for name, value in values.items()
@@ -368,7 +383,7 @@ class TerminalPrompts:
             self.out.progress(f"still running; {leave}")
             return
         text = f"still running after {duration(waited_s, digits=2)}; {leave}"
-        self._say(line(" " * BLOCK_INDENT, text))
+        self.out.say(line(" " * BLOCK_INDENT, text))
 
     def printed(self, text: str) -> None:
         """A line of the command, indented below it.
@@ -377,7 +392,7 @@ class TerminalPrompts:
         """
         is_next = text.startswith("next:")
         if text and (self.verbose or not is_next) and self._burst.shows(text):
-            self._say(_printed(text))
+            self.out.say(_printed(text))
 
     def ended(self, block: Block, outcome: Outcome, exit_code: int | None) -> None:
         """What was found, and what was expected if that is something else."""
@@ -389,22 +404,22 @@ class TerminalPrompts:
         is_usual = exit_code is not None and exit_code == usual.first
         if self._is_short and is_usual and outcome.then != STOP:
             if hidden := self._burst.hidden:
-                self._say(_printed(f"({counted(len(hidden), 'more line')}: see the transcript)"))
+                self.out.say(_printed(f"({counted(len(hidden), 'more line')}: see the transcript)"))
             mark = StyledText("✓" if self.out.err.unicode else "ok", "good")
-            self._say(line("  ", mark, f" {outcome.because}", hang=4))
+            self.out.say(line("  ", mark, f" {outcome.because}", hang=4))
             return
         if exit_code is None:
             how = "assumed in a dry run" if self.dry_run and outcome is usual else "not run"
         else:
             how = f"exit code {exit_code}"
             hidden = self._burst.hidden
-            self._say(*map(_printed, hidden))
+            self.out.say(*map(_printed, hidden))
             if not is_usual:
                 expected = f"  expected: exit code {usual.first}: {usual.because}"
-                self._say(line(expected, hang=4))
+                self.out.say(line(expected, hang=4))
         leads = _WAYS.get(outcome.then, f"next: {outcome.then}")
         style: Style = "good" if is_usual else "warn"
-        self._say(
+        self.out.say(
             line(
                 f"  {block.name}: ",
                 StyledText(how, style),
@@ -505,10 +520,6 @@ class TerminalPrompts:
         self.out.err.write("\n".join(part.text for part in lines) + " ")
         with self.out.paused():
             return os.fsdecode(sys.stdin.buffer.readline())
-
-    def _say(self, *lines: Line) -> None:
-        if self.out.talks:
-            self.out.lines(lines, to=self.out.err)
 
 
 def _absent_logs(wanted: Input, text: str) -> list[str]:

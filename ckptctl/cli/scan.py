@@ -17,8 +17,8 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
     claim_glyphs,
     claims_legend,
+    glyph,
     not_proven,
-    step_mark,
     step_state,
 )
 from ckptctl.cli.rendering import (
@@ -217,15 +217,15 @@ class StepTable:
             "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC"),
         )
         mark = STEP_MARKS[state]
-        glyph = step_mark(state, unicode=self.unicode)
+        shown = glyph(mark, self.unicode)
         pointer = self._pointer(report)
-        row = line(glyph, *self._cells((*cells, words), mark.style), *pointer)
+        row = line(shown, *self._cells((*cells, words), mark.style), *pointer)
         below = ""
         if self.width is not None and row.width > self.width:
             repeats = above is not None and state_words(above.state) == words
             short = "as above" if repeats else f"{words.partition(' ')[0]} …"
             below = "" if repeats else words
-            row = line(glyph, *self._cells((*cells, short), mark.style), *pointer)
+            row = line(shown, *self._cells((*cells, short), mark.style), *pointer)
         complete = report.verdict is Verdict.COMPLETE
         reason = passed_over if passed_over and complete else reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row

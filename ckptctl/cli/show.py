@@ -54,6 +54,7 @@ def show(
             "Print only this: the number in the step's name, the training step that the train "
             "state holds, its token count, or how many ranks saved it; nothing where it is not "
             "known.",
+            variable="CKPTCTL_PRINT_OF_SHOW",
         ),
     ] = None,
     *,

@@ -17,9 +17,9 @@ from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
     CLAIMED_BY_VERIFIED,
     claim_lines,
+    glyph,
     map_of_ranks,
     not_proven,
-    step_mark,
     step_state,
     warnings_of,
 )
@@ -118,9 +118,15 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
         word = "complete, but without an optimizer"
         word = word if report.usable else "complete, but not usable as requested"
     verdict = StyledText(f"{word}{warnings_of(report)}:", STEP_MARKS[state].style)
-    glyph = step_mark(state, unicode=unicode)
     return [
-        line(glyph, " ", verdict, " ", StyledText(report.url, "name"), solid=True),
+        line(
+            glyph(STEP_MARKS[state], unicode),
+            " ",
+            verdict,
+            " ",
+            StyledText(report.url, "name"),
+            solid=True,
+        ),
         *(line("  ", fact, hang=4) for fact in _facts(report, now_s)),
         EMPTY,
         *section(claim_lines(report.claims, unicode=unicode)),

@@ -89,10 +89,10 @@ def watch(
         requirements=requirements,
         storage=storage,
     )
-    if out.talks and not once:
+    if not once:
         grace = duration(requirements.grace_s)
         begun = f"watching {root}: a step is read once it has not changed for {grace}; Ctrl-C ends"
-        out.lines([line(begun, hang=2)], to=out.err)
+        out.say(line(begun, hang=2))
     with Notifier(notify, out) as notifier:
         try:
             for found in events:

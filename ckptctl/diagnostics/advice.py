@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import NamedTuple
+
+import msgspec
 
 from ckptctl.findings import Severity
 from ckptctl.model import ExitCode, NextCommand
 
 
-class Check(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Check:
     """What one name of `doctor` means."""
 
     title: str
@@ -24,14 +25,13 @@ class Check(NamedTuple):
     """What follows from it."""
     fix: str
     """What to do, as a sentence."""
+    severity: Severity = Severity.FAULT
+    """How bad it is, unless the place shows something else."""
 
 
-def _checks() -> dict[str, Check]:
-    text = (resources.files("ckptctl.diagnostics") / "checks.toml").read_text("utf-8")
-    return {name: Check(**texts) for name, texts in tomllib.loads(text).items()}
-
-
-CHECKS: Mapping[str, Check] = _checks()
+CHECKS: Mapping[str, Check] = msgspec.toml.decode(
+    (resources.files("ckptctl.diagnostics") / "checks.toml").read_bytes(), type=dict[str, Check]
+)
 """By name, as `checks.toml` has them."""
 
 EXIT_FAULTS = 29
@@ -69,30 +69,21 @@ class Diagnosis:
     next_command: NextCommand
 
 
-def fault(name: str, where: str, detail: str = "", fix: str | None = None) -> Advice:
-    """Advice against a fault: its effect, behind the `detail` that the script or the storage has.
+def advice_of(
+    name: str,
+    where: str,
+    detail: str = "",
+    fix: str | None = None,
+    severity: Severity | None = None,
+) -> Advice:
+    """What a check found: its effect, behind the `detail` that the script or the storage has.
 
-    What to do is that of `CHECKS`, if no `fix` is given.
+    What to do, and the severity, are those of `CHECKS` if none is given.
     """
-    return _advice(name, Severity.FAULT, where, detail, fix)
-
-
-def warning(name: str, where: str, detail: str = "", fix: str | None = None) -> Advice:
-    """Advice against what may be a mistake."""
-    return _advice(name, Severity.WARNING, where, detail, fix)
-
-
-def note(name: str, where: str, detail: str = "", fix: str | None = None) -> Advice:
-    """What is unknown, or worth knowing."""
-    return _advice(name, Severity.NOTE, where, detail, fix)
-
-
-def _advice(name: str, severity: Severity, where: str, detail: str, fix: str | None) -> Advice:
     check = CHECKS[name]
     effect = check.effect.removesuffix(".")
-    return Advice(
-        name, severity, where, f"{detail}: {effect}" if detail else effect, fix or check.fix
-    )
+    message = f"{detail}: {effect}" if detail else effect
+    return Advice(name, severity or check.severity, where, message, fix or check.fix)
 
 
 def diagnosis(

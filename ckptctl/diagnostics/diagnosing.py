@@ -23,7 +23,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 import ckptctl
-from ckptctl.diagnostics.advice import CHECKS, Advice, Diagnosis, diagnosis, fault, note, warning
+from ckptctl.diagnostics.advice import CHECKS, Advice, Diagnosis, advice_of, diagnosis
 from ckptctl.diagnostics.slurm_checks import check_script
 from ckptctl.diagnostics.slurm_script import read_script
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError, UsageError
@@ -100,7 +100,7 @@ def doctor(
         found = check_script(os.path.basename(target), script)
         n_trainings = str(len(script.trainings))
         return diagnosis(what, target, found, (("commands that train", n_trainings),))
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     advice, facts = check_storage(target, storage)
     following = command_line("scan", absolute_url(target))
     return diagnosis(what, target, advice, facts, following)
@@ -200,14 +200,14 @@ def _versions(versions: Mapping[str, str | None]) -> Iterator[Advice]:
         if version is not None and _numbers(version) < least:
             wanted = ".".join(map(str, least))
             fix = f"pip install '{name}>={wanted}'"
-            yield fault("package.old", name, f"{name} {version} is older than {wanted}", fix)
+            yield advice_of("package.old", name, f"{name} {version} is older than {wanted}", fix)
     fsspec, s3fs = versions["fsspec"], versions["s3fs"]
     if fsspec and s3fs and _numbers(fsspec)[:2] != _numbers(s3fs)[:2]:
         fix = f"pip install 's3fs=={fsspec}'"
-        yield fault("package.pair", "s3fs", f"s3fs {s3fs} with fsspec {fsspec}", fix)
+        yield advice_of("package.pair", "s3fs", f"s3fs {s3fs} with fsspec {fsspec}", fix)
     for name, extra in _EXTRAS.items():
         if versions[name] is None:
-            yield note("package.absent", name, name, f"pip install 'ckptctl[{extra}]'")
+            yield advice_of("package.absent", name, name, f"pip install 'ckptctl[{extra}]'")
 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
@@ -217,30 +217,30 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Advice]:
         if value and (not values or value.lower() in [each.lower() for each in values]):
             yield Advice("variable.harmful", severity, name, f"{name}={value}: {does}", unset)
     if environment.get("RANK") and not environment.get("WORLD_SIZE"):
-        yield fault("variable.half", "RANK", f"RANK={environment['RANK']}")
+        yield advice_of("variable.half", "RANK", f"RANK={environment['RANK']}")
     if environment.get("SLURM_JOB_ID") and not environment.get("PYTHONUNBUFFERED"):
-        yield note("variable.buffered", "PYTHONUNBUFFERED")
+        yield advice_of("variable.buffered", "PYTHONUNBUFFERED")
     folder = environment.get("TMPDIR")
     if folder and not os.access(folder, os.W_OK):
-        yield fault("variable.tmpdir", "TMPDIR", f"TMPDIR={folder}")
+        yield advice_of("variable.tmpdir", "TMPDIR", f"TMPDIR={folder}")
 
 
 def _own_variables(environment: Mapping[str, str], known: frozenset[str]) -> Iterator[Advice]:
     for name in sorted(environment):
         if name.startswith("CKPTCTL_") and name not in known:
-            yield fault("variable.unknown", name)
+            yield advice_of("variable.unknown", name)
 
 
 def _limits(environment: Mapping[str, str]) -> Iterator[Advice]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
-        yield warning("limit.files", "ulimit -n", f"a process may open {files:,} files")
+        yield advice_of("limit.files", "ulimit -n", f"a process may open {files:,} files")
     try:
         shared = shutil.disk_usage("/dev/shm").total  # noqa: S108 - its size is asked for
     except OSError:
         return
     if shared < _LEAST_SHM and "KUBERNETES_SERVICE_HOST" in environment:
-        yield warning("limit.shm", "/dev/shm", f"{shared >> 20:,} MiB")  # noqa: S108
+        yield advice_of("limit.shm", "/dev/shm", f"{shared >> 20:,} MiB")  # noqa: S108
 
 
 # The properties of a storage that checkpoints need. Small files in a folder under `.ckptctl/` are
@@ -303,7 +303,7 @@ def _listing(store: Store, folder: str) -> Advice | None:
         return None
     missing = sum(listed.get(name) != _BYTES for name in names)
     detail = f"{missing} of {_ROUNDS} new files are missing from the listing"
-    return fault("storage.listing", store.url, detail)
+    return advice_of("storage.listing", store.url, detail)
 
 
 def _overwriting(store: Store, folder: str) -> Advice | None:
@@ -311,9 +311,9 @@ def _overwriting(store: Store, folder: str) -> Advice | None:
     for fill in (b"a", b"b", b"c"):
         store.put(name, fill * _BYTES, replace=True)
         if store.read(name, limit=_BYTES) != fill * _BYTES:
-            return fault("storage.stale", store.url, "the old bytes were returned")
+            return advice_of("storage.stale", store.url, "the old bytes were returned")
     if read_range(store, name, _BYTES - 10, 10) != b"c" * 10:
-        return fault("storage.ranges", store.url, "other bytes were returned")
+        return advice_of("storage.ranges", store.url, "other bytes were returned")
     return None
 
 
@@ -332,7 +332,7 @@ def _exclusive(store: Store, folder: str) -> Advice | None:
             n_won = sum(pool.map(partial(succeeds, f"{folder}/won-{number}"), range(_WRITERS)))
         if n_won != 1:
             detail = f"{n_won} of {_WRITERS} writers of one new file succeeded"
-            return fault("storage.exclusive", store.url, detail)
+            return advice_of("storage.exclusive", store.url, detail)
     return None
 
 
@@ -363,7 +363,7 @@ def _atomic(store: Store, folder: str) -> Advice | None:
         reader.join()
     if not wrong:
         return None
-    return fault("storage.atomic", store.url, f"while a file was replaced, {wrong[0]}")
+    return advice_of("storage.atomic", store.url, f"while a file was replaced, {wrong[0]}")
 
 
 def _clock(store: Store, folder: str) -> Advice | None:
@@ -372,7 +372,7 @@ def _clock(store: Store, folder: str) -> Advice | None:
     if before - _CLOCK_S <= at <= time.time() + _CLOCK_S:
         return None
     detail = f"a new file has a time {at - before:+.0f} s from the clock of this machine"
-    return warning("storage.clock", store.url, detail)
+    return advice_of("storage.clock", store.url, detail)
 
 
 def _removed(store: Store, folder: str) -> Advice | None:
@@ -384,5 +384,5 @@ def _removed(store: Store, folder: str) -> Advice | None:
         if store.folders is not None:
             store.remove(folder)
     except (StorageError, OSError) as error:
-        return warning("storage.left", join_url(store.url, folder), str(error))
+        return advice_of("storage.left", join_url(store.url, folder), str(error))
     return None

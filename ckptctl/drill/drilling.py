@@ -74,7 +74,10 @@ class DrillOptions:
             "copies may share its blocks.",
         ),
     ] = "drill"
-    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.")] = False
+    keep: Annotated[
+        bool,
+        Parameter("--keep", "Keep the copies of the root.", variable="CKPTCTL_KEEP_COPIES"),
+    ] = False
     hang_after_s: Annotated[
         float | None,
         Parameter(

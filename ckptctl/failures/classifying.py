@@ -325,7 +325,7 @@ def classify(
             instead="--scheduler slurm",
         )
     given = _given(exit_code, state, scheduler)
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     read = read_logs(names, flight_recorder, storage, deadline_s)
     stall = guarded("comparing the dumps", partial(compare_dumps, read.dumps))
     stacks = guarded("comparing the stacks", lambda: [*compared(read.stacks)])

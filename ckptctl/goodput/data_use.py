@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from ckptctl.errors import OwnFileUnreadable, StorageError, UsageError
+from ckptctl.errors import StorageError
 from ckptctl.formats.own.data_ledger import (
     MODULUS,
     DataFields,
-    Row,
     SampleId,
     SpanFields,
-    on_one_branch,
-    parse_row,
     sum_of,
     sum_of_indices,
 )
@@ -34,7 +31,6 @@ from ckptctl.selection.history import read_attempts
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.contract import Store
-from ckptctl.storage.logs import read_bytes
 from ckptctl.train.samples import Order
 
 if TYPE_CHECKING:
@@ -48,7 +44,6 @@ MOST_ORDERED = 20_000_000
 """Samples of an epoch, and trained in it, whose order is computed: a minute."""
 MOST_SAMPLES = 1_000_000_000
 """Samples of a data set whose digest is computed: some minutes."""
-MAX_FILE = 1 << 30
 
 Verdict = Literal["found", "excluded", "unknown"]
 
@@ -105,7 +100,7 @@ class DataUse:
     """Which samples a run has trained, over all attempts of its branch."""
 
     source: str
-    """The step, or the files of rows."""
+    """The step."""
     step: int | None
     """The last step that the ledger contains; null without a ledger."""
     since: int | None
@@ -154,9 +149,8 @@ class Account:
 
 
 def data_use(
-    root: str | None = None,
+    root: str,
     *,
-    rows: Sequence[str] = (),
     samples: int | None = None,
     requirements: Requirements = Requirements(),
     storage: StorageOptions = StorageOptions(),
@@ -164,9 +158,9 @@ def data_use(
 ) -> DataUse:
     """Which samples of each epoch were trained once, repeated or skipped.
 
-    Reads the ledger in the step that `pick` would choose, or in a given one (`ROOT@1200`). `rows`
-    are files of rows that a training loop wrote instead, one for each rank. `samples` is the
-    size of the data set, whose ids are the numbers from 0 on, where the ledger does not hold it.
+    Reads the ledger in the step that `pick` would choose, or in a given one (`ROOT@1200`).
+    `samples` is the size of the data set, whose ids are the numbers from 0 on, where the ledger
+    does not hold it.
 
     Raises `NothingToResume` if the root holds no usable step, `UsageError` and `StorageError`.
 
@@ -174,13 +168,6 @@ def data_use(
     set, and some more for one that is not right.
     """
     requirements, storage = options_from(keywords, requirements, storage)
-    if root is None or rows:
-        if root is not None or not rows:
-            raise UsageError(
-                "give either the root of a run, or --rows FILE", next_command="ckptctl data ROOT"
-            )
-        account = account_of_rows([_rows_in(name, storage) for name in rows], samples)
-        return _answer(", ".join(rows), account, None, None)
     which = f"{root}@auto" if parse_target(root).which is None else root
     with open_target(which, requirements, storage) as opened:
         fields, why = opened.read_data_ledger()
@@ -220,44 +207,6 @@ def account_of(fields: DataFields, samples: int | None = None) -> Account:
         },
         n_unrecorded=0 if unrecorded is None else unrecorded["count"],
     )
-
-
-def account_of_rows(files: Sequence[Sequence[Row]], samples: int | None = None) -> Account:
-    """What the rows of several files hold together; each file has those of one rank.
-
-    Rows of abandoned branches are left out of each file.
-    """
-    kept = [list(on_one_branch(rows)) for rows in files]
-    steps = [{row.last for row in rows} for rows in kept]
-    together = set().union(*steps)
-    account = Account(max(together, default=0), 0, None, {})
-    if samples is not None:
-        account.expected = Expected(samples)
-    if together:
-        account.since = min(together) - 1
-        n_steps = account.step - account.since
-        account.n_unrecorded = n_steps - len(set.intersection(*steps))
-    for row in (row for rows in kept for row in rows):
-        own = account.epochs.setdefault(row.epoch, _Total(ids=[]))
-        own.count += row.n_samples
-        own.total = (own.total + row.total) % MODULUS
-        own.ids = None if own.ids is None or row.ids is None else [*own.ids, *row.ids]
-    return account
-
-
-def _rows_in(name: str, storage: StorageOptions) -> list[Row]:
-    rows = []
-    lines = read_bytes(name, limit=MAX_FILE, storage=storage).splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(parse_row(line))
-        except OwnFileUnreadable as error:
-            if number == len(lines):
-                break  # a job that was killed wrote a part of it
-            raise UsageError(
-                f"{name}, line {number}: {error.message}", next_command="ckptctl data --help"
-            ) from error
-    return rows
 
 
 def _in_flight(store: Store, step: int) -> int | None:
@@ -536,7 +485,7 @@ def _missing(seen: Collection[SampleId], n: int) -> tuple[SampleId, ...]:
 # The answer
 
 
-def _answer(source: str, account: Account, in_flight: int | None, root: str | None) -> DataUse:
+def _answer(source: str, account: Account, in_flight: int | None, root: str) -> DataUse:
     epochs = tuple(epochs_of(account))
     verdict = _verdict(epochs)
     return DataUse(
@@ -550,7 +499,7 @@ def _answer(source: str, account: Account, in_flight: int | None, root: str | No
         message=_message(verdict, epochs, account),
         exit_code={"found": 30, "excluded": 0, "unknown": 31}[verdict],
         next_command=command_line("history", root.rpartition("@")[0] or root)
-        if root is not None and verdict == "found"
+        if verdict == "found"
         else None,
     )
 

@@ -261,7 +261,7 @@ def recovery_cost(
     _check(times, n_nodes, root)
     seen, past = Measured(0), None
     if root is not None:
-        storage = options_from(keywords, storage)
+        (storage,) = options_from(keywords, storage)
         from ckptctl.goodput.history import run_history
 
         seen = measured(root, storage, pattern)

@@ -84,7 +84,7 @@ def run_history(
         raise UsageError("the root of a run is missing", next_command="ckptctl history ROOT")
     if state is not None and len(roots) > 1:
         raise OptionError("--state", "is the state of one root; give one", without=("--state",))
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     attempts: list[PastAttempt] = []
     histories: list[RootHistory] = []
     exit_code = 0

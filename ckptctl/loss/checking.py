@@ -161,7 +161,7 @@ def check_loss(
     paths = each_once([logs] if isinstance(logs, str) else logs)
     if canary is not None and len(each_once([*paths, canary])) == len(paths):
         raise UsageError(f"{canary}: the log of the canary is one of the logs of the run")
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     checkpoint = NamedCheckpoint(
         resume_step, resume_tokens, resume_samples, report, world_size, saved_world_size
     )

@@ -403,24 +403,26 @@ def check_capacity(world_size: int | None, source: str, chosen: Report | None) -
     """As saved, reshard on load, or wait: what each would mean. None where there is no step."""
     if chosen is None:
         return None
-    saved = chosen.world_size
-    if saved is None or world_size is None:
-        by = "the number of ranks is unknown" if saved is None else counted(saved.size, "rank")
-        return Check("capacity", CheckOutcome.OK, f"saved by {by}; compare with --world-size N")
-    if world_size == saved.size:
-        return Check(
-            "capacity", CheckOutcome.OK, f"{counted(world_size, 'rank')}{source}, as saved"
-        )
-    if saved.at_least and world_size > saved.size:
-        words = f"{counted(world_size, 'rank')}{source}, saved by {saved.size} or more"
+    saved, capacity = chosen.world_size, capacity_of(world_size, chosen)
+    if saved is None:
+        return Check("capacity", CheckOutcome.OK, "how many ranks saved it is unknown")
+    least, more = ("at least ", " or more") if saved.at_least else ("", "")
+    if world_size is None:
+        words = f"saved by {least}{counted(saved.size, 'rank')}; compare with --world-size N"
         return Check("capacity", CheckOutcome.OK, words)
-    words = f"{counted(world_size, 'rank')}{source}, saved by {saved.size}: reshard on load"
+    ranks = f"{counted(world_size, 'rank')}{source}"
+    if capacity is Capacity.AS_SAVED:
+        return Check("capacity", CheckOutcome.OK, f"{ranks}, as saved")
+    words = f"{ranks}, saved by {saved.size}{more}"
+    if capacity is Capacity.UNKNOWN:
+        return Check("capacity", CheckOutcome.OK, words)
+    words += ": reshard on load"
     lost = [one for one in chosen.findings if one.code == "state.lost"]
     if lost:
         words += f", lose {', '.join(sorted({one.where or one.message for one in lost}))}"
     words += f"; {percent(world_size / saved.size, 0)} of the ranks"
     if world_size < saved.size:
-        words += f"; or wait for {saved.size - world_size} more"
+        words += f"; or wait for {least}{saved.size - world_size} more"
     return Check("capacity", CheckOutcome.WARNING, words)
 
 

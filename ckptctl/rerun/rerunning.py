@@ -114,7 +114,12 @@ class RerunOptions:
     work: Annotated[
         str, Parameter("--work DIR", "A new folder for copies and logs, which all nodes see.")
     ] = "rerun"
-    keep: Annotated[bool, Parameter("--keep", "Keep the copies of the root.", common=False)] = False
+    keep: Annotated[
+        bool,
+        Parameter(
+            "--keep", "Keep the copies of the root.", common=False, variable="CKPTCTL_KEEP_COPIES"
+        ),
+    ] = False
     dry_run: Annotated[
         bool, Parameter("--dry-run", "Show the step and the commands, and start nothing.")
     ] = False

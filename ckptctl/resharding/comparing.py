@@ -81,7 +81,7 @@ def diff(
     storage; with `values` two short reads for each record, and all bytes of tensors that are
     sharded differently. Memory: the entries of all files, and a fixed buffer.
     """
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     checked = Requirements(pattern=pattern)
     with (
         open_target(a, checked, storage) as found_a,

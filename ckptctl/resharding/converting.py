@@ -119,7 +119,7 @@ def convert(
     Cost: every byte of the source read once, twice where records are cut across rows; of
     the result, written once and read once.
     """
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     check_world_size(world_size)
     asked = Conversion(
         source,

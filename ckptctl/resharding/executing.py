@@ -342,7 +342,7 @@ class _Work:
     def seal(self, options: WriteOptions, on_progress: OnProgress | None) -> Report:
         """Verify every byte of the new step, and seal it."""
         name, store = self.place.name, self.place.store
-        n_ranks = self.plan.wanted.mesh.world_size
+        n_ranks = self.plan.wanted.world_size
         in_stages = any(is_stage(part.source.path) for part in self.plan.parts)
         # Files of the source's ranks are copied as they are, and are as many as before.
         copied = families_of(one.file.path for one in self.plan.files)

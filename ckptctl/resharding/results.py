@@ -41,8 +41,6 @@ class Reshard:
     """How many ranks saved the source; null where that is unknown."""
     world_size: int
     """How many ranks the new step is for."""
-    mesh: str
-    """How the ranks are arranged, such as `dp=4,tp=2`."""
     written: bool = False
     """The new step was verified, sealed and published."""
     n_tensors: int = 0

@@ -7,7 +7,7 @@ each of these.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,19 +26,14 @@ from ckptctl.options import Requirements, StorageKeywords, StorageOptions, optio
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.planning import (
-    Mesh,
     Plan,
     Wanted,
-    check_mesh,
     check_world_size,
-    parse_mesh,
-    parse_rules,
     plan,
     shares,
 )
 from ckptctl.resharding.results import Reshard
 from ckptctl.resharding.sources import (
-    Source,
     SourceDamaged,
     check_format,
     refusal,
@@ -66,8 +61,6 @@ def reshard(
     target: str,
     *,
     world_size: int | None = None,
-    mesh: str | None = None,
-    shard: Sequence[str] = (),
     only_model: bool = False,
     apply: bool = True,
     accept_unverifiable: bool = False,
@@ -83,11 +76,9 @@ def reshard(
 ) -> Reshard:
     """Write the step `source` at `target`, sharded for another world size.
 
-    `source` is named as for `verify`, `target` is the path of the new step. Either
-    `world_size` is the number of ranks, or `mesh` (`dp=4,tp=2`) how they are arranged.
-    `shard` are rules `PATTERN=DIM` for tensors that are not sharded along dimension 0.
-    `only_model` leaves out all but the model. Without `apply` the plan is returned, and nothing
-    is written.
+    `source` is named as for `verify`, `target` is the path of the new step, and `world_size` the
+    number of ranks. `only_model` leaves out all but the model. Without `apply` the plan is
+    returned, and nothing is written.
 
     The new step is verified at level `content`, sealed (with `key` if one is given) and only then
     published; the source is never written to. `memory` bounds what is held in bytes, whatever
@@ -98,16 +89,16 @@ def reshard(
 
     A step that is not complete is refused, and damage in the source ends it: the result then
     holds the report, and nothing is published. Raises `UsageError` for options that do not fit
-    the step and if `target` exists already, `StorageError` if a storage fails or has too little
+    and if `target` exists already, `StorageError` if a storage fails or has too little
     space.
 
     Cost: inspection at level `structure`; at `content` if records have no checksums. Every byte
     of the source read once, twice if tensors are sharded across rows; every byte of the new step
     written once and read twice.
     """
-    wanted = _layout(world_size, mesh, shard, only_model)
+    wanted = _layout(world_size, only_model)
     requirements = Requirements(pattern=pattern, grace_s=grace_s)
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     if jobs is not None and jobs < 1:
         raise OptionError("--jobs", f"is {jobs}; it must be 1 or more")
     options = WriteOptions(
@@ -129,7 +120,6 @@ def reshard(
         if refusal(inspected.report, accept_unverifiable=accept_unverifiable):
             return _refused(found.url, place.url, wanted, inspected.report)
         whole = source_of(inspected)
-        check_mesh(wanted.mesh, wanted.rules, _shapes(whole))
         planned = plan(whole, wanted)
         room = options.budget(found.store, place.store)
         answer = _answer(planned, place.url)
@@ -155,31 +145,15 @@ def reshard(
         )
 
 
-def _layout(
-    world_size: int | None, mesh: str | None, shard: Sequence[str], only_model: bool
-) -> Wanted:
+def _layout(world_size: int | None, only_model: bool) -> Wanted:
     """The requested layout; raises `UsageError`."""
-    if world_size is None and mesh is None:
+    if world_size is None:
         raise UsageError(
-            "the layout of the new step is missing; give --world-size N or --mesh dp=4,tp=2",
+            "the number of ranks of the new step is missing; give --world-size N",
             instead="--world-size 8",
         )
     check_world_size(world_size)
-    arranged = Mesh((("dp", world_size or 1),)) if mesh is None else parse_mesh(mesh)
-    if world_size is not None and arranged.world_size != world_size:
-        raise OptionError(
-            "--mesh",
-            f"{mesh} has {arranged.world_size} ranks, but --world-size is {world_size}",
-            without=("--world-size",),
-        )
-    return Wanted(arranged, parse_rules(shard), only_model)
-
-
-def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors, or of all tensors if there is no model."""
-    tensors = [*source.tensors]
-    model = [tensor for tensor in tensors if tensor.kind == "model"]
-    return {tensor.entry.fqn: tensor.entry.shape for tensor in model or tensors}
+    return Wanted(world_size, only_model)
 
 
 def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | None) -> None:
@@ -260,7 +234,7 @@ def _is_inside(folder: str, step: str) -> bool:
 def _answer(planned: Plan, url: str) -> Reshard:
     source, report = planned.source, planned.source.report
     of_ranks = tuple(shares(planned))
-    n_ranks = planned.wanted.mesh.world_size
+    n_ranks = planned.wanted.world_size
     named = step_name(base_name(url))
     saved = report.world_size
     n_others = len(planned.files) + len(planned.parts)
@@ -270,7 +244,6 @@ def _answer(planned: Plan, url: str) -> Reshard:
         number=named.number if named else None,
         saved_world_size=saved.size if saved else None,
         world_size=n_ranks,
-        mesh=str(planned.wanted.mesh),
         n_tensors=sum(part.n_cut + part.n_whole for part in planned.parts),
         n_cut=sum(part.n_cut for part in planned.parts),
         n_whole=sum(part.n_whole for part in planned.parts),
@@ -292,8 +265,7 @@ def _refused(source: str, target: str, wanted: Wanted, report: Report) -> Reshar
         source=source,
         target=target,
         saved_world_size=report.world_size.size if report.world_size else None,
-        world_size=wanted.mesh.world_size,
-        mesh=str(wanted.mesh),
+        world_size=wanted.world_size,
         report=report,
         message=f"not resharded: {report.url} is {verdict}; nothing was published",
         exit_code=report.exit_code,

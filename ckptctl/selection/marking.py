@@ -90,7 +90,7 @@ def mark(
     by = by or f"{user_name()}@{socket.gethostname()}"
     _check_words(kind, reason, evidence, by)
     requirements = Requirements(marks=marks, pattern=pattern)
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     with open_target(step, requirements, storage) as found:
         # NaN in weights, which an acceptance lifts, is found at this level in an object store.
         level = Level.STRUCTURE if kind is MarkKind.ACCEPTED else Level.LISTING

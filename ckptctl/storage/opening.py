@@ -53,7 +53,7 @@ def open_store(
     not installed.
     """
     check_address(url)
-    storage = options_from(keywords, storage)
+    (storage,) = options_from(keywords, storage)
     return storage.lend(url) if isinstance(storage, SharedStores) else _opened(url, storage)
 
 

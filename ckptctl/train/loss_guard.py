@@ -135,7 +135,7 @@ class LossGuard:
         self._recent: deque[float] = deque(maxlen=recent)
         self._after = after
         self._root = None if root is None else os.fspath(root)
-        self._storage = options_from(keywords, storage)
+        (self._storage,) = options_from(keywords, storage)
         self._group = make_group() if group is None else group
         self._in_a_row = 0
         self._first_bad = 0

@@ -147,7 +147,7 @@ class Reader(StorageReader):
         self._verify = verify
         self._safe_types = tuple(safe_types)
         self._jobs = jobs
-        self._storage = options_from(keywords, storage)
+        (self._storage,) = options_from(keywords, storage)
         self.loaded = LoadCounts()
         self._load_id = ""
         self._given: OpenStep | None = None

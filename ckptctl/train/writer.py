@@ -88,7 +88,7 @@ class Writer(StorageWriter):
         self._path = os.fspath(path)
         self._n_threads = thread_count
         self._single_file = single_file_per_rank
-        self._storage = options_from(keywords, storage)
+        (self._storage,) = options_from(keywords, storage)
         self._within: Store | None = None
         self._algorithm = Algorithm.XXH3
         self._before_metadata: Callable[[bytes], None] | None = None

@@ -31,10 +31,9 @@ def names_of_doctor() -> Iterator[str]:
     for path in (REPOSITORY / "ckptctl" / "diagnostics").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = getattr(node, "func", None)
-            if isinstance(called, ast.Name) and called.id in ("Advice", "fault", "note", "warning"):
-                name = node.args[0]
-                if isinstance(name, ast.Constant):
-                    yield name.value
+            if isinstance(called, ast.Name) and called.id in ("Advice", "Mistake", "advice_of"):
+                names = ast.walk(node.args[0])
+                yield from (name.value for name in names if isinstance(name, ast.Constant))
 
 
 def test_every_check_of_doctor_is_explained_and_no_other():

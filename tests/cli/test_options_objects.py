@@ -98,7 +98,7 @@ def watched() -> Iterator[Seen]:
         RetentionPlan.__init__.__code__: lambda f: seen.policies.append(f.f_locals["rules"].policy),
         content_asked.__code__: lambda f: seen.contents.append(f.f_locals["content"]),
         open_store.__code__: lambda f: seen.storages.append(
-            options_from(f.f_locals["keywords"], f.f_locals["storage"])
+            *options_from(f.f_locals["keywords"], f.f_locals["storage"])
         ),
     }
 
@@ -269,7 +269,9 @@ def test_each_public_function_takes_the_fields_of_its_objects_as_keywords_and_no
 
 
 def test_a_keyword_wins_over_the_field_of_an_object():
-    made = options_from({"timeout_s": 3.0}, StorageOptions(timeout_s=9.0, endpoint_url="http://a"))
+    (made,) = options_from(
+        {"timeout_s": 3.0}, StorageOptions(timeout_s=9.0, endpoint_url="http://a")
+    )
     assert made == StorageOptions(timeout_s=3.0, endpoint_url="http://a")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from command_line import validated
+from command_line import REPOSITORY, validated
 from next_commands import run_and_follow as run_ckptctl
 
 from ckptctl.diagnostics.diagnosing import check_environment
@@ -50,6 +52,16 @@ def test_one_variable_is_found(environment, name):
 )
 def test_a_variable_that_harms_nothing_is_not_named(environment):
     assert names(**environment) == set()
+
+
+def test_the_variables_that_a_job_gets_from_run_are_known():
+    page = (
+        (REPOSITORY / "docs" / "run.md").read_text().partition("The environment of the command")[2]
+    )
+    names = {*re.findall(r"`(CKPTCTL_\w+)`", page.partition("\n## ")[0]), "CKPTCTL_EXCLUDED_NODES"}
+    assert len(names) > 4
+    ran = run_ckptctl("doctor", "env", env=dict.fromkeys(names, "1"))
+    assert ran.returncode == 0, ran.stdout
 
 
 def test_a_misspelt_variable_is_a_fault_and_no_usage_error():

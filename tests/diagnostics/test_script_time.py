@@ -19,7 +19,7 @@ N_BYTES = 2_000
 def checked(text: str) -> object:
     """Every check, to its end."""
     script = read_script(text)
-    return [advice for check in _CHECKS for advice in check("job.sh", script)]
+    return [advice for check in _CHECKS for advice in check(script)]
 
 
 def scripts(names: list[str]) -> Callable[[int], Iterator[str]]:

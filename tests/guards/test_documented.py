@@ -16,7 +16,7 @@ from ckptctl.cli.commands import COMMANDS, SUMMARIES, command_of, help_lines, ke
 from ckptctl.cli.config import CONFIGURED
 from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, page
-from ckptctl.cli.options import COMMAND_LINE_ONLY, OTHER_VARIABLES
+from ckptctl.cli.options import COMMAND_LINE_ONLY
 from ckptctl.findings import CODES, Verdict
 from ckptctl.symbols import STEP_MARKS
 
@@ -58,16 +58,24 @@ def test_every_option_has_a_help_text_a_row_in_the_reference_and_its_variable(co
         assert option.help.endswith("."), name
         assert f"`{name}`" in REFERENCE, name
         variable = "CKPTCTL_" + name.strip("-").replace("-", "_").upper()
-        variable = OTHER_VARIABLES.get(f"{name} {option.metavar}", variable)
         if name in COMMAND_LINE_ONLY:
             # The warning about its variable finds the option by the parameter's name.
             assert name == "--" + option.name.replace("_", "-")
             assert option.envvar is None, name
             assert f"`{name}`" in without_variable, name
         else:
-            assert option.envvar == variable, name
+            assert option.envvar == variable or f"`{option.envvar}`" in REFERENCE, name
             assert f"`{name}`" not in without_variable, name
-    assert all(f"`{variable}`" in REFERENCE for variable in OTHER_VARIABLES.values())
+
+
+def test_a_variable_means_the_same_to_every_command():
+    """A job inherits what was exported for another command."""
+    meanings: dict[str, set] = {}
+    for option in (each for command in COMMANDS for each in options(command)):
+        if option.envvar is not None:
+            values = option.metavar or tuple(getattr(option.type, "choices", ()))
+            meanings.setdefault(option.envvar, set()).add((option.opts[0], values))
+    assert [variable for variable, found in meanings.items() if len(found) > 1] == []
 
 
 def test_options_without_a_variable_are_those_that_change_or_remove():

@@ -9,7 +9,7 @@ from command_line import run_program
 TOO_HEAVY = [
     *("torch", "numpy", "pydantic", "rich", "asyncio", "ssl", "zstandard"),
     *("fsspec", "s3fs", "aiobotocore", "botocore", "boto3", "obstore"),
-    *("argparse", "ckptctl.cli.documents"),
+    "argparse",
 ]
 
 SCRIPT = """

@@ -56,6 +56,17 @@ def test_the_verdict_comes_first_and_is_the_exit_code(log, change, verdict, exit
     assert done.stderr == ""
 
 
+def test_the_pattern_of_step_names_is_none_of_log_lines(log, tmp_path):
+    path, pattern = log(times(1)), r"ckpt-(?P<step>[0-9]+)"
+    done = run_ckptctl("loss", path, "--quiet", env={"CKPTCTL_PATTERN": pattern})
+    assert (done.returncode, done.stdout) == (0, "continuous\n")
+    settings = tmp_path / "ckptctl.toml"
+    settings.write_text(f"pattern = '{pattern}'\n\n[loss]\nlog_pattern = '(?P<step>x)'\n")
+    done = run_ckptctl("loss", path, "--quiet", "--config", settings)
+    assert "settings from" in done.stderr
+    assert ": log_pattern\n" in done.stderr
+
+
 def test_a_resume_without_a_finite_loss_is_drawn_and_reported(tmp_path):
     old, new = tmp_path / "old.log", tmp_path / "new.log"
     old.write_text("".join(f"step {n} loss {2.5 if n < 13 else 'nan'}\n" for n in range(1, 61)))
@@ -166,7 +177,7 @@ def test_the_step_that_was_resumed_from_gives_its_number_and_its_counts(tmp_path
 
 
 def test_the_verdict_alone_is_for_a_script_and_the_report_for_a_person(log):
-    done = run_ckptctl("loss", log(), "--print-verdict")
+    done = run_ckptctl("loss", log(), "--print", "verdict")
     assert (done.returncode, done.stdout) == (0, "continuous\n")
     assert done.stderr.startswith("continuous: ")
 
@@ -331,7 +342,7 @@ def paced(path: Path, before: float, after: float, key: str = "tokens_per_second
 )
 def test_the_speed_after_the_resume_is_a_word_to_branch_on(tmp_path, key, after, word):
     path = paced(tmp_path / "train.jsonl", 1000.0, after, key)
-    done = run_ckptctl("loss", path, "--print-throughput")
+    done = run_ckptctl("loss", path, "--print", "throughput")
     assert (done.stdout, done.returncode) == (f"{word}\n", 0)
     assert done.stderr.startswith("continuous: ")
     document = validated(run_ckptctl("loss", path, "--json").stdout)
@@ -362,7 +373,7 @@ def test_following_waits_for_the_speed_where_it_is_asked_for(tmp_path):
     plain = run_ckptctl("loss", path, "--follow", "--timeout", "60", "-q")
     assert (plain.stdout, plain.returncode) == ("continuous\n", 0)
     path.write_text("".join(text))
-    done = run_ckptctl("loss", path, "--follow", "--timeout", "60", "--print-throughput", "-q")
+    done = run_ckptctl("loss", path, "--follow", "--timeout", "60", "--print", "throughput", "-q")
     assert (done.stdout, done.returncode) == ("slower\n", 0)
 
 
@@ -408,7 +419,7 @@ def test_the_first_suspect_step_is_the_last_before_the_losses_are_not_finite(
 ):
     path = tmp_path / "train.log"
     path.write_text("".join(f"step: {step} loss: {loss}\n" for step, loss in losses.items()))
-    done = run_ckptctl("loss", path, "--print-suspect")
+    done = run_ckptctl("loss", path, "--print", "suspect")
     assert (done.stdout, done.returncode) == (printed, 0)
 
 
@@ -433,7 +444,7 @@ def test_the_last_loss_of_several_runs_in_one_log_is_not_known(tmp_path):
     path = tmp_path / "train.log"
     steps = (step for n in range(60) for step in (n, n + 500))
     path.write_text("".join(f"step: {step} loss: nan\n" for step in steps))
-    done = run_ckptctl("loss", path, "--print-suspect")
+    done = run_ckptctl("loss", path, "--print", "suspect")
     assert (done.stdout, done.returncode) == ("", 31)
 
 

@@ -19,6 +19,7 @@ from services.processes import free_port
 import ckptctl
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.errors import NothingToResume, UsageError
+from ckptctl.model import WorldSize
 from ckptctl.preflight_checks.nodes import StorageProbe, check_nodes, check_probe
 from ckptctl.preflight_checks.results import CheckOutcome, NodeFacts
 from ckptctl.preflight_checks.running import check_capacity, ranks_in
@@ -415,6 +416,24 @@ def test_fewer_ranks_come_with_the_numbers_for_going_on_and_for_waiting(root):
     chosen = ckptctl.verify(f"{root}@300")
     check = check_capacity(1, "", chosen)
     assert check.message.endswith("50 % of the ranks; or wait for 1 more")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "says"),
+    [
+        (2, "2 ranks, saved by 2 or more"),
+        (4, "4 ranks, saved by 2 or more"),
+        (None, "saved by at least 2 ranks; compare with --world-size N"),
+        (1, "1 rank, saved by 2 or more: reshard on load"),
+    ],
+)
+def test_a_lower_bound_of_the_ranks_that_saved_is_not_taken_for_their_number(
+    root, world_size, says
+):
+    chosen = replace(
+        ckptctl.verify(f"{root}@300"), world_size=WorldSize(2, "shard-files", at_least=True)
+    )
+    assert check_capacity(world_size, "", chosen).message.startswith(says)
 
 
 @pytest.mark.parametrize(

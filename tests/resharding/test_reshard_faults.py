@@ -65,15 +65,6 @@ def test_a_bit_that_flipped_in_elements_ends_it_with_the_finding(source, target)
     assert "model.up.weight" in finding.message
 
 
-def test_a_bit_that_flipped_is_seen_also_where_rows_are_cut(source, target):
-    path, start, _ = place_of(source, "model.up.weight")
-    flip(path, start + 800)
-    answer = ckptctl.reshard(
-        str(source), str(target), mesh="dp=1,tp=3", shard=["model.up.weight=1"]
-    )
-    check_refused(answer, target, "record.crc", 21)
-
-
 def test_a_bit_that_flipped_in_an_entry_that_is_no_tensor_is_seen(source, target):
     fqn = "optimizer.param_groups.0.lr"
     path, start, end = place_of(source, fqn)

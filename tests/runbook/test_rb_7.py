@@ -50,7 +50,7 @@ SENTENCES = (
         "--print-capacity",
     ),
     ("read the first steps logged after the resume", "WatchLoss: loss", "ckptctl loss"),
-    ("the loss continues from its value before the failure", "WatchLoss: loss", "--print-verdict"),
+    ("the loss continues from its value before the failure", "WatchLoss: loss", "--print verdict"),
     ("a spike stops the run and falls back", "Jump: jumped", "ckptctl reject"),
     ("step and tokens continue from the checkpoint's values", "WatchLoss: loss", "--resume-from"),
     ("the job loaded the step that was chosen", "Jump: loaded", "loss[.]step"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from running import codes_of, rows_of, run_job, samples
 
 import ckptctl
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import OwnFileUnreadable, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.formats.own.data_ledger import (
     DATA_FILE,
     MOST_ROWS,
@@ -26,9 +26,7 @@ from ckptctl.formats.own.data_ledger import (
     Row,
     data_bytes,
     joined_rows,
-    on_one_branch,
     parse_data,
-    parse_row,
     sum_of,
     sum_of_indices,
 )
@@ -36,14 +34,13 @@ from ckptctl.goodput.data_use import (
     EpochState,
     EpochUse,
     account_of,
-    account_of_rows,
     data_use,
     epochs_of,
 )
 from ckptctl.train import Checkpointer, DataLedger, GlobalLoader, Order
 
 N_CASES = 200
-KINDS = ("order", "ids", "digests", "rows")
+KINDS = ("order", "ids", "digests")
 
 
 # The digest
@@ -81,53 +78,6 @@ def test_many_rows_are_joined_and_their_sums_kept():
         assert sum(r.total for r in own) == sum(r.total for r in own_joined)
         assert sum(r.n_samples for r in own) == sum(r.n_samples for r in own_joined)
         assert (own[0].first, own[-1].last) == (own_joined[0].first, own_joined[-1].last)
-
-
-# Rows of other programs
-
-
-def test_rows_are_read_with_ids_or_a_sum():
-    assert parse_row(b'{"step": 3, "ids": [4, 5], "loss": 0.5}') == Row(
-        3, 3, 0, 2, sum_of([4, 5]), (4, 5)
-    )
-    line = json.dumps({"step": 3, "epoch": 1, "count": 2, "sum": f"{9:032x}"})
-    assert parse_row(line.encode()) == Row(3, 3, 1, 2, 9)
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        (b'{"step": 3}', "neither ids nor a sum"),
-        (b'{"ids": [1]}', "step is None"),
-        (b'{"step": 3, "ids": [1.5]}', "not a list of integers or texts"),
-        (b'{"step": 3, "count": 1, "sum": "9"}', "neither ids nor a sum of 32"),
-        (b'{"step": 3, "ids": [1], "count": 2, "sum": "%032x"}' % 9, "not those of its ids"),
-    ],
-)
-def test_a_row_that_cannot_be_read_states_why(line, why):
-    with pytest.raises(OwnFileUnreadable, match=why):
-        parse_row(line)
-
-
-def test_rows_of_an_abandoned_branch_do_not_count():
-    rows = [Row(step, step, 0, 1, 0) for step in (1, 2, 3, 4)]
-    again = [Row(step, step, 0, 5, 0) for step in (3, 4)]
-    assert list(on_one_branch([*rows, *again])) == [*rows[:2], *again]
-    two_epochs = [Row(1, 1, 0, 1, 0), Row(1, 1, 1, 1, 0)]
-    assert list(on_one_branch(two_epochs)) == two_epochs
-
-
-def test_675_of_736_samples_that_were_skipped_are_counted_by_files_of_rows(tmp_path):
-    files = []
-    for rank in (0, 1):
-        file = tmp_path / f"rank{rank}.jsonl"
-        lines = [{"step": 1, "ids": list(range(rank, 61, 2))}, {"step": 2, "epoch": 1, "ids": []}]
-        file.write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"step": 3, "i')
-        files.append(str(file))
-    use = data_use(rows=files, samples=736)
-    assert (use.verdict, use.exit_code) == ("found", 30)
-    assert use.message.startswith("epoch 0: 675 of 736 samples were skipped")
-    assert use.epochs[0].first_skipped == tuple(range(61, 71))
 
 
 @pytest.mark.parametrize("samples", [4, ["a", "b", "c", "d"]])
@@ -191,16 +141,15 @@ class Run:
     """A made run: what it trained of each epoch, and how much of the order it went through."""
 
     fields: DataFields
-    files: Sequence[Sequence[Row]]
     trained: dict[int, Counter[int]]
     end: int
 
 
 def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
-    """A run of several attempts, of other batch sizes and numbers of ranks, with its ledger.
+    """A run of several attempts, of other batch sizes, with its ledger.
 
-    `kind` is `order` (a `GlobalLoader`), `ids` (kept), `digests`, or `rows` (files of each rank).
-    Unless it `is_right`, one resume continues at another position.
+    `kind` is `order` (a `GlobalLoader`), `ids` (kept) or `digests`. Unless it `is_right`, one
+    resume continues at another position.
     """
     draw = random.Random(seed)
     n = draw.randrange(12, 120)
@@ -211,7 +160,6 @@ def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
     saved: DataFields | None = None
     position, step = 0, 0
     taken: list[int] = []  # of the branch, as positions
-    files: list[list[Row]] = [[] for _ in range(4)]
     for attempt in range(n_attempts):
         goal = end if attempt == n_attempts - 1 else draw.randrange(min(position, end - 1), end)
         if attempt == bad and attempt:
@@ -226,7 +174,6 @@ def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
             assert ledger.follow(loader, 1)
         assert ledger.begin(step, saved) is (saved is not None)
         loader.position = position
-        n_ranks = draw.randrange(1, 5)
         every = draw.randrange(1, 4)
         branch, now = list(taken), step
         for batch in loader:
@@ -238,9 +185,6 @@ def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
                 for epoch in epochs:
                     ids = [loader.order.sample_at(p) for p in places if p // n == epoch]
                     ledger.add(now, ids, epoch=epoch)
-                    for rank in range(4):
-                        own = ids[rank::n_ranks] if rank < n_ranks else []
-                        files[rank].append(Row(now, now, epoch, len(own), sum_of(own)))
             else:
                 ledger.note(now)
             is_last = loader.position >= goal
@@ -258,16 +202,11 @@ def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
     for place in taken:
         sample = loader.order.sample_at(place)
         trained.setdefault(place // n, Counter())[sample] += 1
-    return Run(saved, files, trained, position)
+    return Run(saved, trained, position)
 
 
-def uses_of(run: Run, kind: str) -> tuple[EpochUse, ...]:
-    expected = run.fields["expected"]
-    assert expected is not None
-    account = account_of(run.fields)
-    if kind == "rows":
-        account = account_of_rows(run.files, expected["count"])
-    return tuple(epochs_of(account))
+def uses_of(run: Run) -> tuple[EpochUse, ...]:
+    return tuple(epochs_of(account_of(run.fields)))
 
 
 def runs(kind: str, *, is_right: bool) -> Iterator[tuple[int, Run, int]]:
@@ -304,7 +243,7 @@ def has_fault(run: Run, seed: int, n: int) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_right_runs_of_any_batch_size_world_size_and_epochs_are_not_accused(kind):
     for seed, run, n in runs(kind, is_right=True):
-        uses = uses_of(run, kind)
+        uses = uses_of(run)
         assert [one.epoch for one in uses] == sorted(run.trained), seed
         for one in uses:
             if one.trained == n:
@@ -320,7 +259,7 @@ def test_right_runs_of_any_batch_size_world_size_and_epochs_are_not_accused(kind
 def test_repeated_and_skipped_samples_are_found_and_counted(kind):
     n_exact = 0
     for seed, run, n in runs(kind, is_right=False):
-        uses = {one.epoch: one for one in uses_of(run, kind)}
+        uses = {one.epoch: one for one in uses_of(run)}
         for epoch, seen in run.trained.items():
             one = uses[epoch]
             again, missing = faults_in(run, seed, n, epoch)

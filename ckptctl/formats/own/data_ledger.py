@@ -5,13 +5,12 @@ hash of each id. Digests of ranks, of steps and of attempts add up, so a digest 
 other ranks, and that of an epoch equals that of its data set only if each sample was trained once.
 
 The ledger is the file `.ckptctl/data.json` in a step: totals of each epoch since the ledger began,
-and rows for the steps since the save before. Training loops of other programs write rows as lines
-of JSON; see `docs/data-ledger.md`.
+and rows for the steps since the save before.
 """
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
@@ -21,9 +20,9 @@ from typing import Annotated, NamedTuple, TypedDict
 from msgspec import Meta
 from xxhash import xxh3_128_intdigest
 
-from ckptctl.errors import OwnFileUnreadable, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.files import as_stored, parsed, read_back
+from ckptctl.formats.own.files import as_stored, read_back
 from ckptctl.model import Count, Positive, Sha256
 
 DATA_FILE = f"{OWN_FOLDER}/data.json"
@@ -256,62 +255,3 @@ def parse_data(data: bytes) -> DataFields:
     """The ledger in the bytes of its file. Raises `OwnFileUnreadable`."""
     most = 8 * MOST_EPOCHS + MOST_ROWS + 16
     return read_back(data, SCHEMA, DataFields, max_objects=most)
-
-
-# Rows that other programs write
-
-
-def parse_row(line: bytes) -> Row:
-    """One line of a file of rows. Raises `OwnFileUnreadable`.
-
-    It has `step`, and `ids` or `count` and `sum`; `epoch` is 0 where it is missing. Other fields
-    are ignored.
-    """
-    fields = parsed(line, len(line), numbers="any")
-    step, epoch = _number(fields, "step"), _number(fields, "epoch", 0)
-    ids = fields.get("ids")
-    if ids is not None:
-        if not isinstance(ids, list) or any(type(one) not in (int, str) for one in ids):
-            raise OwnFileUnreadable("ids is not a list of integers or texts")
-        try:
-            row = Row(step, step, epoch, len(ids), sum_of(ids), tuple(ids))
-        except UsageError as error:
-            raise OwnFileUnreadable(error.message) from error
-        if not {"count", "sum"} & fields.keys():
-            return row
-    stated = fields.get("sum")
-    if not isinstance(stated, str) or not _is_sum(stated):
-        raise OwnFileUnreadable("it has neither ids nor a sum of 32 hexadecimal digits")
-    own = Row(step, step, epoch, _number(fields, "count"), int(stated, 16))
-    if ids is None:
-        return own
-    if own[3:5] != row[3:5]:
-        raise OwnFileUnreadable("count and sum are not those of its ids")
-    return row
-
-
-def _number(fields: Mapping[str, object], name: str, default: int | None = None) -> int:
-    value = fields.get(name, default)
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise OwnFileUnreadable(f"{name} is {str(value)[:40]}, expected an integer from 0 on")
-    return value
-
-
-def _is_sum(text: str) -> bool:
-    return len(text) == 32 and set(text) <= set("0123456789abcdef")
-
-
-def on_one_branch(rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows of a log without those of abandoned branches, in the order of their steps.
-
-    A step and epoch that is there again was trained again after a resume: all rows from its step
-    on belong to the branch before. So do those of later steps where the steps go back.
-    """
-    kept: dict[tuple[int, int], Row] = {}
-    newest = -1
-    for row in rows:
-        if row.last < newest or (row.last, row.epoch) in kept:
-            kept = {key: one for key, one in kept.items() if one.last < row.last}
-        kept[row.last, row.epoch] = row
-        newest = row.last
-    yield from kept.values()

@@ -9,12 +9,10 @@ more, and all but the resume report a `digest`: the SHA-256 of the document with
 """
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
+from ckptctl.distributed.launcher import Cluster
 from ckptctl.model import Count, Id, Positive, Sha256, StepNumber, Time
-
-if TYPE_CHECKING:
-    from ckptctl.distributed.launcher import Cluster
 
 
 class ProofDocument(TypedDict):
@@ -177,5 +175,5 @@ class ResumeDocument(TypedDict):
     """What became of the train state."""
     drift: list[DriftFields]
     """The terms of the contract that differ from those of the step."""
-    cluster: "Cluster"
+    cluster: Cluster
     """The job, the scheduler and the machine."""
