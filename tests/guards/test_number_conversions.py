@@ -22,6 +22,7 @@ OTHER = {
     ("loss/plots.py", "float(_LEFT + 8)"): "a size of our own picture",
     ("loss/plots.py", "int(width / _TEXT_CELL)"): "a size of our own picture",
     ("loss/segments.py", "int(median(gaps))"): "a gap between steps that are within bounds",
+    ("logs/console.py", "float(f'0.{fraction[0]}')"): "digits that a pattern bounds",
     ("logs/fields.py", "float(f'1e{min(power, sys.float_info.max_10_exp)}')"): "bounded",
 }
 """Conversions of what is no text from outside, each with what it is."""
