@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
+from typing import TypeVar
 
 import msgspec
 
@@ -47,6 +48,7 @@ from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds, optimiz
 from ckptctl.formats.own.contract import (
     CONTRACT_FILE,
     MAX_CONTRACT_BYTES,
+    ContractFields,
     Terms,
     parse_contract,
 )
@@ -80,6 +82,9 @@ from ckptctl.storage.opening import join_url
 
 MAX_KINDS = 64
 """So many kinds of files are opened to see whether they are of `torch.save`."""
+
+
+OfSave = TypeVar("OfSave", DataFields, ContractFields)
 
 
 class OpenStep:
@@ -313,29 +318,26 @@ class OpenStep:
 
     def read_data_ledger(self) -> tuple[DataFields | None, str | None]:
         """The data ledger of this save; None with the reason. Cost: one read."""
-        try:
-            data = self.store.read(self.in_store(DATA_FILE), limit=MAX_DATA_BYTES)
-            fields = parse_data(data)
-        except PathNotFound:
-            return None, f"{self.name} has no data ledger"
-        except OwnFileUnreadable as error:
-            return None, f"the data ledger of {self.name} cannot be read: {error.message}"
-        if [fields["metadata"]] != list(self.digests.values()):
-            return None, f"the data ledger of {self.name} is that of another save"
-        return fields, None
+        return self._of_save(DATA_FILE, MAX_DATA_BYTES, parse_data, "data ledger")
 
     def read_contract(self) -> tuple[Terms | None, str | None]:
-        """The contract of this save; None with the reason. Cost: one read."""
+        """The terms of the contract of this save; None with the reason. Cost: one read."""
+        fields, why = self._of_save(CONTRACT_FILE, MAX_CONTRACT_BYTES, parse_contract, "contract")
+        return (None if fields is None else fields["terms"]), why
+
+    def _of_save(
+        self, path: str, limit: int, parse: Callable[[bytes], OfSave], what: str
+    ) -> tuple[OfSave | None, str | None]:
+        """A document in the step that names the metadata with which it was saved."""
         try:
-            data = self.store.read(self.in_store(CONTRACT_FILE), limit=MAX_CONTRACT_BYTES)
-            fields = parse_contract(data)
+            fields = parse(self.store.read(self.in_store(path), limit=limit))
         except PathNotFound:
-            return None, f"{self.name} states no contract"
+            return None, f"{self.name} has no {what}"
         except (OwnFileUnreadable, TooLarge) as error:
-            return None, f"the contract of {self.name} cannot be read: {error.message}"
+            return None, f"the {what} of {self.name} cannot be read: {error.message}"
         if [fields["metadata"]] != list(self.digests.values()):
-            return None, f"the contract of {self.name} is that of another save"
-        return fields["terms"], None
+            return None, f"the {what} of {self.name} is that of another save"
+        return fields, None
 
 
 class OpenPart:

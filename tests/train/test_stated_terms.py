@@ -59,7 +59,7 @@ def test_a_step_that_states_none_is_named(tmp_path: Path):
     run(tmp_path / "run", 6)
     job = Job(tmp_path / "run", contract=TERMS)
     assert job.ckpt.resume("auto", replay=1).drift == ()
-    assert "note: step_3 states no contract, so the job is compared with none" in job.said
+    assert "note: step_3 has no contract, so the job is compared with none" in job.said
 
 
 def test_the_report_of_a_resume_holds_the_drift(stated: Path, tmp_path: Path):
