@@ -10,7 +10,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drill check test test-long platforms gpu lint fmt generate kills power-cuts slow-work trips bench loss-bench shape modules golden fuzz properties dist pictures docs docs-serve campaign clean
+.PHONY: help demo drill check test test-long platforms gpu lint fmt generate mutants kills power-cuts slow-work trips bench loss-bench shape modules golden fuzz properties dist pictures docs docs-serve campaign clean
 # The second step of CI leaves out `long`.
 SLOW := slow or long
 TESTS := $(BIN)/python -m pytest -q -n auto --dist worksteal
@@ -71,6 +71,9 @@ generate: $(READY) ## Write the generated files again; `make test` checks that t
 	@$(BIN)/python tools/framework_tables.py
 	@$(BIN)/python tools/reference.py
 	@$(BIN)/python tools/man_page.py
+
+mutants: $(READY) ## Change one thing at a time in the modules that decide, and see whether a test fails
+	@$(BIN)/python tools/mutants.py --write
 
 kills: $(READY) ## Kill a training job 50 times at random; its losses must equal those of an undisturbed run
 	@$(BIN)/python tests/campaign/kills.py
