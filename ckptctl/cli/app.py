@@ -135,7 +135,9 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         return _Ended(error.exit_code, error.next_command)
     if isinstance(error, typer.TyperException):
         return _mistake(error, argv)
-    if isinstance(error, MemoryError):
+    # CPython raises `SystemError` where it loses the exception of a failed allocation.
+    lost = isinstance(error, SystemError) and "without exception set" in str(error)
+    if lost or isinstance(error, MemoryError):
         return OutOfMemory("there is not enough memory; nothing is known, good or bad")
     return CkptctlError(
         f"{type(error).__name__}: {error}; this is a bug in ckptctl {ckptctl.__version__}",

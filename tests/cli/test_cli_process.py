@@ -262,6 +262,21 @@ def test_a_bug_is_one_line_without_a_traceback(ckptctl, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "error", ["MemoryError()", "SystemError('error return without exception set')"]
+)
+def test_too_little_memory_is_no_bug(ckptctl, tmp_path, error):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ckptctl.selection.picking as p\n"
+        f"def pick(*args, **kwargs): raise {error}\n"
+        "p.pick = pick\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{clean_environment()['PYTHONPATH']}"}
+    done = ckptctl("pick", "my run", env=env)
+    assert done.returncode == 75
+    assert done.stderr.startswith("error: there is not enough memory; nothing is known")
+
+
 def test_without_arguments_it_helps_but_does_not_succeed(ckptctl):
     done = ckptctl()
     assert done.returncode == 2

@@ -32,6 +32,10 @@ SCRIPTS = [
 ]
 
 
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
+"""States from which Slurm takes a job no further; others, such as SIGNALING, pass."""
+
+
 class Job:
     """One job of a script, in a folder of its own."""
 
@@ -60,8 +64,7 @@ class Job:
         wait_until(lambda: self._has_started(number), what=f"start {number}", limit_s=200)
 
     def _has_started(self, number: int) -> bool:
-        state = self.state()
-        assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), self.logs()
+        assert self.state() not in ENDED, self.logs()
         return len(self.resumed()) >= number
 
     def state(self) -> str:
