@@ -15,10 +15,12 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 PAGES = REPOSITORY / "docs" / "frameworks"
 SEALS = ("transformers", "accelerate", "lightning")
+NOT_IN_CI = ("deepspeed", "composer")
+"""Their installation takes longer than all others; `make frameworks` has them."""
 
 
 @pytest.mark.parametrize(
-    "framework", [*SEALS, "deepspeed", pytest.param("composer", marks=pytest.mark.long)]
+    "framework", [*SEALS, *(pytest.param(each, marks=pytest.mark.long) for each in NOT_IN_CI)]
 )
 def test_the_script_of_a_page_saves_and_resumes(framework, tmp_path):
     assert version_of(framework) in (PAGES / "README.md").read_text()
