@@ -33,7 +33,9 @@ ONLY_IF_NAMED: Mapping[str, tuple[str, ...]] = {
 }
 """Keys that are read only from a file that a person names, by what they state."""
 
-IN_NO_FILE = frozenset({"print", "detailed_exitcode", "allow_fresh", "verbose"})
+IN_NO_FILE = frozenset(
+    {"print", "detailed_exitcode", "allow_fresh", "verbose", "contract", "accept_drift"}
+)
 """Keys that would change what a script reads, or consent to something: no file has them."""
 
 _NAMES = ("ckptctl.toml", "pyproject.toml")

@@ -31,6 +31,7 @@ from ckptctl.redaction import hide
 
 COMMAND_LINE_ONLY = frozenset(
     {
+        "--accept-drift",
         "--apply",
         "--create",
         "--ignore",

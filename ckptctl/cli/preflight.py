@@ -6,7 +6,7 @@ import os
 import shlex
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import ckptctl
 from ckptctl.cli.options import (
@@ -18,8 +18,8 @@ from ckptctl.cli.options import (
 )
 from ckptctl.cli.output import Output, document_of, process_group
 from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded, refused_lines
-from ckptctl.errors import OptionError, OwnFileUnreadable
-from ckptctl.formats.own.contract import MAX_CONTRACT_BYTES
+from ckptctl.errors import OptionError, OwnFileUnreadable, UsageError
+from ckptctl.formats.own.contract import MAX_CONTRACT_BYTES, Terms, terms_of
 from ckptctl.formats.own.files import parsed
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
@@ -171,8 +171,8 @@ def preflight(
     return found.exit_code
 
 
-def stated_in(path: str) -> dict[str, Any]:
-    """What a job states of itself, in a file of TOML, or of JSON by its name."""
+def stated_in(path: str) -> Terms:
+    """The terms that a file of TOML, or of JSON by its name, states."""
     import tomllib
 
     try:
@@ -181,13 +181,15 @@ def stated_in(path: str) -> dict[str, Any]:
         if len(data) > MAX_CONTRACT_BYTES:
             raise OptionError("--contract", f"{path} has more than {MAX_CONTRACT_BYTES:,} bytes")
         if path.endswith(".json"):
-            return parsed(data, MAX_CONTRACT_BYTES, numbers="finite")
-        return tomllib.loads(data.decode("utf-8-sig"))
+            return terms_of(parsed(data, MAX_CONTRACT_BYTES, numbers="finite"))
+        return terms_of(tomllib.loads(data.decode("utf-8-sig")))
     except OSError as error:
         raise OptionError("--contract", f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise OptionError("--contract", f"{path} is no TOML: {error}") from error
-    except OwnFileUnreadable as error:
+    except OptionError:
+        raise
+    except (OwnFileUnreadable, UsageError) as error:
         raise OptionError("--contract", f"{path}: {error.message}") from error
 
 

@@ -318,26 +318,35 @@ class OpenStep:
 
     def read_data_ledger(self) -> tuple[DataFields | None, str | None]:
         """The data ledger of this save; None with the reason. Cost: one read."""
-        return self._of_save(DATA_FILE, MAX_DATA_BYTES, parse_data, "data ledger")
+        try:
+            fields = self._of_save(DATA_FILE, MAX_DATA_BYTES, parse_data, "data ledger")
+        except OwnFileUnreadable as error:
+            return None, error.message
+        return fields, f"{self.name} has no data ledger" if fields is None else None
 
-    def read_contract(self) -> tuple[Terms | None, str | None]:
-        """The terms of the contract of this save; None with the reason. Cost: one read."""
-        fields, why = self._of_save(CONTRACT_FILE, MAX_CONTRACT_BYTES, parse_contract, "contract")
-        return (None if fields is None else fields["terms"]), why
+    def read_contract(self) -> Terms | None:
+        """The terms of the contract of this save; None without one. Cost: one read.
+
+        Raises `OwnFileUnreadable` for one that is damaged, or of another save.
+        """
+        fields = self._of_save(CONTRACT_FILE, MAX_CONTRACT_BYTES, parse_contract, "contract")
+        return None if fields is None else Terms(fields["terms"])
 
     def _of_save(
         self, path: str, limit: int, parse: Callable[[bytes], OfSave], what: str
-    ) -> tuple[OfSave | None, str | None]:
+    ) -> OfSave | None:
         """A document in the step that names the metadata with which it was saved."""
         try:
             fields = parse(self.store.read(self.in_store(path), limit=limit))
         except PathNotFound:
-            return None, f"{self.name} has no {what}"
+            return None
         except (OwnFileUnreadable, TooLarge) as error:
-            return None, f"the {what} of {self.name} cannot be read: {error.message}"
+            raise OwnFileUnreadable(
+                f"the {what} of {self.name} cannot be read: {error.message}"
+            ) from error
         if [fields["metadata"]] != list(self.digests.values()):
-            return None, f"the {what} of {self.name} is that of another save"
-        return fields, None
+            raise OwnFileUnreadable(f"the {what} of {self.name} is that of another save")
+        return fields
 
 
 class OpenPart:

@@ -25,7 +25,7 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank, train_step_of
-from ckptctl.formats.own.contract import Drift, Terms, drift, terms_of
+from ckptctl.formats.own.contract import Drift, Terms, drift, stated_by_one, terms_of
 from ckptctl.formats.own.ledger import REPORT_SUFFIX, ResumeReport, read_report
 from ckptctl.formatting import command_line, counted, percent, some_of
 from ckptctl.inspection.open_step import OpenStep
@@ -103,6 +103,8 @@ def preflight(
         raise OptionError("--launcher", "is for one process: this is started on every node already")
     if room_for < 0:
         raise OptionError("--room-for", f"is {room_for}; it must be 0 or more")
+    if accept_drift and contract is None:
+        raise OptionError("--accept-drift", "needs --contract FILE, with which steps are compared")
     check_create(allow_fresh=allow_fresh, create=create)
     named = roots_in(roots, optional_roots)
     launched = ranks_in(cluster_context()) if requirements.world_size is None else None
@@ -247,20 +249,32 @@ class _Job:
             for store in self.stores.values()
             if (name := step_in(store, chosen.url)) is not None
         )
-        saved, why = OpenStep(store, name).read_contract()
+        try:
+            saved = OpenStep(store, name).read_contract()
+        except OwnFileUnreadable as error:
+            words = f"{error.message}; without --contract nothing is compared"
+            return Check("contract", CheckOutcome.FAILED, words, EXIT_NONE_USABLE)
         if saved is None:
-            return Check("contract", CheckOutcome.WARNING, f"{why}, so nothing is compared")
+            words = f"{name} has no contract, so nothing is compared"
+            return Check("contract", CheckOutcome.WARNING, words)
         found = drift(saved, self.contract)
         refused = [each for each in found if each.term not in self.accept_drift]
         if refused:
-            shown = refused[:_SHOWN_TERMS]
-            accept = " ".join(f"--accept-drift {each.term}" for each in shown)
-            words = f"the job differs: {_listed(refused)}; to resume all the same, state {accept}"
-            return Check("contract", CheckOutcome.FAILED, words, EXIT_NONE_USABLE)
-        words = f"as the step: {counted(len(saved) - len(found), 'term')}"
-        if found:
-            words += f"; accepted: {_listed(found)}"
-        return Check("contract", CheckOutcome.WARNING if found else CheckOutcome.OK, words)
+            words = f"the job differs from the step: {_listed(refused)}"
+            accept = [f"--accept-drift={term}" for term in sorted({each.term for each in found})]
+            again = command_line("preflight", *self.roots.words, *accept)
+            return Check("contract", CheckOutcome.FAILED, words, EXIT_NONE_USABLE, again)
+        both = {*saved} & {*self.contract}
+        alone = stated_by_one(saved, self.contract)
+        unknown = sorted({*self.accept_drift} - {*saved} - {*self.contract})
+        notes = [
+            f"accepted: {_listed(found)}" if found else "",
+            alone,
+            f"no such term: {some_of(unknown)}" if unknown else "",
+        ]
+        same = f"as the step: {counted(len(both) - len(found), 'term')}"
+        words = "; ".join(filter(None, [same, *notes]))
+        return Check("contract", CheckOutcome.WARNING if any(notes) else CheckOutcome.OK, words)
 
     def _reports(self) -> tuple[Report, ...]:
         """The reports of `pick`, and with a probe those of the newest steps besides."""

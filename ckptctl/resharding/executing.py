@@ -329,7 +329,7 @@ class _Work:
         found: dict[str, bytes] = {}
         if (fields := opened.read_data_ledger()[0]) is not None:
             found[DATA_FILE] = data_bytes({**fields, "metadata": metadata[0]})
-        if (terms := opened.read_contract()[0]) is not None:
+        if (terms := opened.read_contract()) is not None:
             found[CONTRACT_FILE] = contract_bytes(terms, metadata[0])
         return found
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.distributed.process_table import own_process
-from ckptctl.errors import AlreadyExists, CkptctlError, StorageError
+from ckptctl.errors import AlreadyExists, CkptctlError, OwnFileUnreadable, StorageError
 from ckptctl.findings import Report
-from ckptctl.formats.own.contract import Drift, drift, terms_of
+from ckptctl.formats.own.contract import Drift, drift, stated_by_one, terms_of
 from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import (
     REPORT_SCHEMA,
@@ -38,7 +38,7 @@ from ckptctl.formats.own.ledger import (
 from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
 from ckptctl.formats.own.seals import Origin
 from ckptctl.formatting import counted, duration
-from ckptctl.redaction import redacted
+from ckptctl.redaction import redacted, redacted_values
 from ckptctl.selection.fencing import Token
 from ckptctl.selection.history import ATTEMPTS_FOLDER, read_attempts
 from ckptctl.selection.roots import list_root
@@ -215,19 +215,26 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
         ],
         "saved_world_size": saved.world_size,
         "state": restored.inventory.document(),
-        "drift": [as_fields(each) for each in _drift_of(job, restored)],
+        "drift": [redacted_values(as_fields(each)) for each in _drift_of(job, restored)],
     }
 
 
 def _drift_of(job: Job, restored: Restored) -> tuple[Drift, ...]:
-    """Where the job differs from the contract of the step. A step without one gets a note."""
+    """Where the job differs from the contract of the step; a note says what is not compared."""
     if restored.opened is None or not job.options.contract:
         return ()
-    saved, why = restored.opened.read_contract()
-    if saved is None:
-        restored.inventory.notes.append(f"{why}, so the job is compared with none")
+    now, notes = terms_of(job.options.contract), restored.inventory.notes
+    try:
+        saved = restored.opened.read_contract()
+    except OwnFileUnreadable as error:
+        notes.append(f"{error.message}; the job is compared with none")
         return ()
-    return drift(saved, terms_of(job.options.contract))
+    if saved is None:
+        notes.append(f"{restored.opened.name} has no contract; the job is compared with none")
+        return ()
+    if alone := stated_by_one(saved, now):
+        notes.append(f"of the contract {alone}")
+    return drift(saved, now)
 
 
 def resume_lines(report: Mapping[str, Any], restored: Restored) -> Iterator[str]:

@@ -24,7 +24,7 @@ from ckptctl.findings import Report, Verdict
 from ckptctl.formats.own.contract import Drift
 from ckptctl.formats.own.data_ledger import DataFields
 from ckptctl.formats.own.ledger import FailedLine, ResumedLine, StartedLine
-from ckptctl.formatting import command_line, counted, verb
+from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.redaction import redacted
@@ -149,6 +149,12 @@ class Resume:
         ranks = self._job.group.gather(own)
         for rank, other in enumerate(ranks):
             for name, value in other.items():
+                if value != ranks[0][name] and name == "contract":
+                    terms = sorted(dict({*value.items()} ^ {*ranks[0][name].items()}))
+                    raise UsageError(
+                        f"rank {rank} states {some_of(terms)} of the contract as rank 0 does not: "
+                        "it must be the same on every rank"
+                    )
                 if value != ranks[0][name]:
                     raise UsageError(
                         f"{name} is {ranks[0][name]} on rank 0 and {value} on rank {rank}: it must "

@@ -15,7 +15,7 @@ from ckptctl.formats.own.files import read_back
 from ckptctl.formatting import duration
 from ckptctl.model import Count, Id, NonNegative, Positive, Time
 
-STATE_SCHEMA = "ckptctl.supervisor/1"
+STATE_SCHEMA = "ckptctl.supervisor/2"
 LEASE_SCHEMA = "ckptctl.lease/1"
 
 MAX_ATTEMPTS = 1_000
