@@ -506,7 +506,7 @@ def test_a_state_of_another_major_version_is_refused_even_with_a_reset(root: Pat
     document = {**states(root)[-1]}
     del document["schema"], document["digest"]
     later = root / ".ckptctl" / "supervisor" / "9000000000.json"
-    later.write_bytes(as_stored("ckptctl.supervisor/2", document))
+    later.write_bytes(as_stored("ckptctl.supervisor/3", document))
     with pytest.raises(OwnFileUnsupported):
         once(root, "true", reset_budget="by force")
 
