@@ -74,6 +74,14 @@ _HARMLESS_VARIABLES = frozenset(
     }
 )
 
+_OF_NO_OPTION = frozenset(
+    {
+        *("CKPTCTL_SEAL_KEY", "CKPTCTL_HEARTBEAT_KEY", "CKPTCTL_HEARTBEATS"),
+        *("CKPTCTL_SUPERVISED", "CKPTCTL_COLLECTS"),
+    }
+)
+"""Variables of ckptctl that set no option. To ask whether one does imports every command."""
+
 _HARMLESS_PARAMETERS = frozenset(
     {
         *("versionid", "x-amz-algorithm", "x-amz-signedheaders", "x-id", "list-type", "prefix"),
@@ -231,7 +239,7 @@ def _hide_variable(name: str, value: str, is_option: Callable[[str], bool]) -> N
         hide_words(value.split())
     elif _is_plain(value) or re.fullmatch(_ADDRESS, value) is not None:
         return
-    elif not (name.startswith("CKPTCTL_") and is_option(name)):
+    elif name in _OF_NO_OPTION or not (name.startswith("CKPTCTL_") and is_option(name)):
         hide(value)
 
 

@@ -27,9 +27,9 @@ main()
 """
 
 
-def modules_of(*command):
+def modules_of(*command, **env):
     """The names of the modules that a command has imported at its end."""
-    done = run_program(sys.executable, "-c", SCRIPT, *command)
+    done = run_program(sys.executable, "-c", SCRIPT, *command, **env)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout, set(done.stderr.splitlines()[-1].split())
 
@@ -62,3 +62,16 @@ def test_importing_the_package_imports_no_function_of_it():
 def test_only_the_command_that_was_called_is_imported(loaded):
     assert "ckptctl.cli.pick" in loaded
     assert not {"ckptctl.cli.scan", "ckptctl.cli.show", "ckptctl.cli.explain"} & loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CKPTCTL_SEAL_KEY", "9fA2" * 16),
+        ("CKPTCTL_HEARTBEAT_KEY", "9fA2" * 16),
+        ("CKPTCTL_SUPERVISED", "75d8da8e5303e1a7e76b9dc6d479dac9@/shared/ckpt"),
+    ],
+)
+def test_the_variables_of_a_supervised_job_import_no_other_command(root, name, value):
+    _, found = modules_of("pick", root, **{name: value})
+    assert not {"ckptctl.cli.scan", "ckptctl.cli.show", "ckptctl.cli.explain"} & found
