@@ -42,7 +42,7 @@ class Pieces:
     def take(self, piece: Piece, data: memoryview) -> None:
         self.taken.append(bytes(data))
         if self.fails:
-            self.others_began.wait()
+            assert self.others_began.wait(60)
             raise Wrong
         self.others_began.set()
         time.sleep(self.pause_s)
@@ -75,10 +75,12 @@ def test_memory_that_is_longer_than_a_read_is_read_part_by_part(store, kind, mon
 def test_after_an_error_nothing_is_written_any_more(store):
     slow = Pieces("b", pause_s=0.05)
     failing = Pieces("a", fails=True, others_began=slow.others_began)
+    # Other tests may have left a thread that reads from a store which never answers.
+    of_others = set(threading.enumerate())
     with pytest.raises(Wrong):
         read_runs(store, [failing, slow], Limits(jobs=2))
     left = bytes(slow.memory)
-    for thread in threading.enumerate():
-        if thread.name == "ckptctl-read":
-            thread.join()
+    for thread in set(threading.enumerate()) - of_others:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
     assert bytes(slow.memory) == left < b"abcdefghij"
