@@ -98,6 +98,14 @@ class Ordered(StrEnum):
         return list(type(self)).index(self)
 
 
+class Preference(StrEnum):
+    """Which of the sound steps `pick` takes first."""
+
+    NEWEST = "newest"
+    CONFIRMED = "confirmed"
+    """One that a replay, a canary, or the training after a resume has shown to be good."""
+
+
 class Level(Ordered):
     """How deep an inspection goes, shallowest first."""
 

@@ -16,10 +16,11 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVarTuple, cast
+from enum import StrEnum
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, TypeVarTuple, cast
 
 from ckptctl.errors import OptionError, UsageError
-from ckptctl.model import STATE_KINDS, Level
+from ckptctl.model import STATE_KINDS, Level, Preference
 from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_option
 
 TIMEOUT_S = 30.0
@@ -455,9 +456,18 @@ class PickPolicy:
         Collection[str],
         IGNORE,
     ] = ()
+    prefer: Annotated[
+        Preference,
+        Parameter(
+            "--prefer WORD",
+            "Take the newest sound step, or the newest that training has confirmed.",
+            common=False,
+        ),
+    ] = Preference.NEWEST
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "level", known_level(self.level))
+        object.__setattr__(self, "prefer", _known(Preference, self.prefer, "a preference"))
         object.__setattr__(self, "skip", frozenset(self.skip))
         ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
         object.__setattr__(self, "ignore", tuple(ignore))
@@ -476,6 +486,7 @@ class PickKeywords(StepKeywords, total=False):
     allow_missing_state: bool
     accept_unverifiable: bool
     ignore: Collection[str]
+    prefer: Preference | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -548,6 +559,9 @@ SETTLE_S = 60.0
 JOB_TIMEOUT_S = 1800.0
 """How long a rank of a job waits for the slowest one, which may still be loading."""
 
+CONFIRM_AFTER_STEPS = 100
+"""So many steps of training after a resume confirm the step that it loaded."""
+
 RNG_POLICIES = ("reseed", "refuse")
 EPOCH_ENDS = ("next", "rest")
 KINDS_LOST = ("model", "optimizer", "scheduler", "rng", "dataloader", "grad_scaler", "extra")
@@ -571,6 +585,8 @@ class TrainOptions:
     `per_rank` are names of state, or patterns (`experts.*`), of which each rank saves its own.
     `contract` is what the job states of itself, such as its global batch, its tokenizer and the
     revision of its code; each step keeps it, and a resume names what differs.
+    A resumed step is marked confirmed with the first save `confirm_after` steps later, unless
+    weights were lost by then; 0 confirms none.
     `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
     it waits for the slowest rank.
     """
@@ -587,6 +603,7 @@ class TrainOptions:
     names: Mapping[str, str] = field(default_factory=dict)
     per_rank: Collection[str] = ()
     contract: Mapping[str, object] = field(default_factory=dict)
+    confirm_after: int = CONFIRM_AFTER_STEPS
     settle_s: float = SETTLE_S
     patience_s: float = JOB_TIMEOUT_S
 
@@ -594,6 +611,8 @@ class TrainOptions:
         object.__setattr__(self, "accept_lost", tuple(self.accept_lost))
         per_rank = (self.per_rank,) if isinstance(self.per_rank, str) else self.per_rank
         object.__setattr__(self, "per_rank", tuple(per_rank))
+        if self.confirm_after < 0:
+            raise UsageError(f"confirm_after is {self.confirm_after}; it must be 0 or more")
         if self.rng not in RNG_POLICIES:
             raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
         if self.epoch_end not in (None, *EPOCH_ENDS):
@@ -620,6 +639,7 @@ class TrainKeywords(PickKeywords, total=False):
     names: Mapping[str, str]
     per_rank: Collection[str]
     contract: Mapping[str, object]
+    confirm_after: int
     settle_s: float
     patience_s: float
 
@@ -653,10 +673,16 @@ def not_negative(name: str, value: float) -> float:
 
 def known_level(level: Level | str | None) -> Level | None:
     """The level, by its word where it is given as one; raises `UsageError`."""
-    if level is None:
-        return None
+    return None if level is None else _known(Level, level, "a level")
+
+
+_Word = TypeVar("_Word", bound=StrEnum)
+
+
+def _known(words: type[_Word], word: str, what: str) -> _Word:
+    """The word of an enumeration; raises `UsageError` for another."""
     try:
-        return Level(level)
+        return words(word)
     except ValueError:
-        words = ", ".join(one.value for one in Level)
-        raise UsageError(f"{level!r} is no level; they are {words}") from None
+        known = ", ".join(one.value for one in words)
+        raise UsageError(f"{word!r} is not {what}; expected one of {known}") from None

@@ -26,7 +26,7 @@ READS = {
     *("scan", "verify", "pick", "show", "diff", "explain", "loss", "classify", "cost"),
     *("doctor", "preflight", "prune"),
 }
-CHANGES = {"seal", "reject", "accept", "pin", "reshard", "convert"}
+CHANGES = {"seal", "reject", "accept", "confirm", "pin", "reshard", "convert"}
 ENDLESS = {"run"}
 """Starts a job of the caller's: it is read here, and not run."""
 

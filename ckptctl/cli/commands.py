@@ -84,6 +84,7 @@ SUMMARIES: Mapping[str, Mapping[str, str]] = {
         "seal": "Verify a step and record its digests.",
         "reject": "Reject a step, so that nothing resumes from it.",
         "accept": "Lift a rejection, so that the step may be used again.",
+        "confirm": "Confirm a step: training has shown that it is good.",
         "pin": "Pin a step, so that retention keeps it.",
         "reshard": "Rewrite a step for another world size in constant memory.",
         "convert": "Convert a step to one torch.save file or to safetensors, or either of them to "
@@ -95,7 +96,7 @@ SUMMARIES: Mapping[str, Mapping[str, str]] = {
 COMMANDS = tuple(name for summaries in SUMMARIES.values() for name in summaries)
 
 # A command is a function of its name in the module of its name, but for these.
-_MODULES = {"reject": "marks", "accept": "marks", "pin": "marks"}
+_MODULES = dict.fromkeys(("reject", "accept", "confirm", "pin"), "marks")
 
 
 class Command(NamedTuple):

@@ -1,4 +1,4 @@
-"""`ckptctl reject`, `accept` and `pin`: put a mark on a step."""
+"""`ckptctl reject`, `accept`, `confirm` and `pin`: put a mark on a step."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "accept": (
         'ckptctl accept /shared/ckpt/run-1234@1400 --reason "the spike came from the data"',
         "ckptctl accept s3://bucket/run-1234/step_1400 --marks marks.jsonl",
+    ),
+    "confirm": (
+        'ckptctl confirm /shared/ckpt/run-1234@1400 --reason "a replay repeated 50 steps"',
+        "ckptctl confirm s3://bucket/run-1234/step_1400 --off",
     ),
     "pin": (
         'ckptctl pin /shared/ckpt/run-1234@1200 --reason "published as v1"',
@@ -64,6 +68,24 @@ def accept(step: StepArg, *, options: MarkOptions, storage: StorageOptions, out:
     With --quiet the address of the mark is printed.
     """
     return _mark(step, MarkKind.ACCEPTED, options, storage, out)
+
+
+def confirm(
+    step: StepArg,
+    off: Annotated[bool, Parameter("--off", "Remove the confirmation.")] = False,
+    *,
+    options: MarkOptions,
+    storage: StorageOptions,
+    out: Output,
+) -> int:
+    """Confirm a step: training has shown that it is good.
+
+    A replay, a canary, or the training after a resume shows more than bytes do. After a
+    failure that may have damaged newer steps, `pick --prefer confirmed` takes the newest
+    confirmed one. With --quiet the address of the mark is printed.
+    """
+    word = MarkKind.UNCONFIRMED if off else MarkKind.CONFIRMED
+    return _mark(step, word, options, storage, out)
 
 
 def pin(

@@ -210,6 +210,7 @@ _CODES = {
     MarkKind.REJECTED: "step.rejected",
     MarkKind.SUPERSEDED: "step.superseded",
     MarkKind.PINNED: "step.pinned",
+    MarkKind.CONFIRMED: "step.confirmed",
 }
 
 
@@ -217,7 +218,7 @@ _FINISHED_LATE = "the metadata arrived after the step was superseded as an inter
 
 
 def check_marks(marks: Sequence[Mark], step: Step, metadata: str | None) -> Iterator[Finding]:
-    """Yield `step.rejected`, `step.superseded`, `step.pinned`, `step.accepted`, `mark.outdated`.
+    """Yield `step.rejected`, `superseded`, `pinned`, `confirmed`, `accepted`; `mark.outdated`.
 
     `step.finished-late` too, where the step was superseded before it had any metadata.
 

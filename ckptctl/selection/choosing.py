@@ -41,7 +41,7 @@ from ckptctl.inspection.marks import check_marks_file
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep, RootSteps
 from ckptctl.inspection.stages import SealBytes
-from ckptctl.model import STATE_KINDS, Level
+from ckptctl.model import STATE_KINDS, Level, Preference
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import (
     Order,
@@ -97,6 +97,8 @@ class NoStepReason(StrEnum):
     """A step is not damaged, and nothing proves it at the requested level."""
     REQUIREMENT = "requirement"
     """A step is sound, and does not meet another requirement, such as a seal or world size."""
+    UNCONFIRMED = "unconfirmed"
+    """Of one step: it is sound, and nothing confirms it, which `--prefer confirmed` asks for."""
     REJECTED = "rejected"
     """Every step that is not damaged was rejected or superseded."""
     EXCLUDED = "excluded"
@@ -188,6 +190,9 @@ class PassedOver:
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
 
+MAX_UNCONFIRMED = 100
+"""How many sound steps are inspected for one that is confirmed."""
+
 MAX_PREDECESSORS = 10
 """How many older steps are checked for the optimizer that a newer one lacks."""
 
@@ -230,7 +235,7 @@ class Search:
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
-    person decides.
+    person decides. `n_unconfirmed` sound steps were inspected in vain for a confirmed one.
     """
 
     def __init__(self, inspect: Inspect, policy: PickPolicy) -> None:
@@ -245,6 +250,7 @@ class Search:
         self.further: Search | None = None
         self.order: WriteOrder | None = None
         self.not_shared: Finding | None = None
+        self.n_unconfirmed = 0
 
     @property
     def damaged(self) -> list[int | None]:
@@ -262,14 +268,26 @@ class Search:
         """Choose the newest candidate that passes; stop if the answer would not be certain.
 
         `candidates` come from `in_order`. Inspects as few as possible: one, if the newest is
-        complete and lacks nothing; its predecessor too, if it lacks state.
+        complete and lacks nothing; its predecessor too, if it lacks state. Where a confirmed step
+        is preferred, up to `MAX_UNCONFIRMED` sound ones, of which the newest is chosen if none is.
         """
+        unconfirmed: list[tuple[Report, Candidate, int]] = []
         for copies, older in by_number(candidates):
-            if self.try_copies(copies, older):
-                return
+            if self.try_copies(copies, older) and self.chosen and self.chosen_candidate:
+                if self._is_preferred(self.chosen, copies):
+                    return
+                unconfirmed.append((self.chosen, self.chosen_candidate, len(self.passed_over)))
+                self.passed_over.append(
+                    PassedOver(self.chosen, "nothing confirms it", NoStepReason.UNCONFIRMED)
+                )
+                self.chosen = self.chosen_candidate = None
             if self.unknown:
                 self.stopped = NoStepReason.NOT_INSPECTED
                 return
+            if unconfirmed and (
+                len(unconfirmed) == MAX_UNCONFIRMED or len(self.damaged) > self.policy.max_fallback
+            ):
+                break
             if len(self.damaged) > self.policy.max_fallback:
                 self.stopped = NoStepReason.TOO_MANY_DAMAGED
                 number = copies[0].named.number
@@ -277,6 +295,22 @@ class Search:
                     [candidate for candidate in candidates if candidate.named.number < number]
                 )
                 return
+        if unconfirmed:
+            self.chosen, self.chosen_candidate, n_passed_over = unconfirmed[0]
+            del self.passed_over[n_passed_over:]
+            self.n_unconfirmed = len(unconfirmed)
+
+    def _is_preferred(self, chosen: Report, copies: Sequence[Candidate]) -> bool:
+        """Whether a sound step is one that the policy prefers; any copy of its save counts."""
+        if self.policy.prefer is Preference.NEWEST or chosen.has_finding("step.confirmed"):
+            return True
+        others = (self.inspect(one, Level.LISTING) for one in copies if len(copies) > 1)
+        return any(
+            bool(chosen.digests)
+            and one.digests == chosen.digests
+            and one.has_finding("step.confirmed")
+            for one in others
+        )
 
     def try_copies(
         self,
@@ -776,7 +810,7 @@ class RunSearch(Search):
         """
         chosen = self.chosen_candidate
         number = chosen.named.number if chosen else None
-        findings = [*unavailable(self.opened_roots), *self.suspect_storage()]
+        findings = [*unavailable(self.opened_roots), *self.suspect_storage(), *self._unconfirmed()]
         for root in self.opened_roots:
             findings += duplicates(root.listing.steps)
             findings += too_large_numbers(root.listing)
@@ -791,6 +825,20 @@ class RunSearch(Search):
                 trained = train_step_of(report.layout, report.number, report.state.step.value)
                 findings += check_counted_further(root.store, root.listing, known.opened, trained)
         return [*findings, *self._two_branches()]
+
+    def _unconfirmed(self) -> Iterator[Finding]:
+        """Yield `root.unconfirmed` where a confirmed step was asked for, and none was found."""
+        if self.n_unconfirmed and self.chosen is not None:
+            n_steps = counted(self.n_unconfirmed, "sound step")
+            yield Finding(
+                "root.unconfirmed",
+                "",
+                f"none of {n_steps} is confirmed, so the newest, {self.chosen.number}, was chosen: "
+                "it may hold what the failure left in it",
+                expected="a confirmed step",
+                found=f"{n_steps} that nothing confirms",
+                next_command="ckptctl explain root.unconfirmed",
+            )
 
     def _two_branches(self) -> Iterator[Finding]:
         """Yield `root.two-branches` where lower steps were written after the chosen one."""

@@ -73,18 +73,18 @@ def mark(
     storage: StorageOptions = StorageOptions(),
     **keywords: Unpack[StorageKeywords],
 ) -> Marked:
-    """Mark a step as `rejected`, `accepted`, `superseded`, `pinned` or `unpinned`.
+    """Mark a step as `rejected`, `accepted`, `superseded`, `pinned` or `confirmed`.
 
-    `pick` skips rejected and superseded steps. `accepted` lifts both, and accepts a renamed
-    folder as the step that its name states; `unpinned` lifts a pin. Lifted marks stay on
-    record. A mark applies to the present save, and becomes outdated when the step is saved
-    again. A rejection requires a `reason`; `evidence` is where to find more (a URL, a log);
-    `by` is the author, the user and the host by default. `marks` is a file to write to
-    instead of the step.
+    `pick` skips rejected and superseded steps, and may prefer confirmed ones. `accepted` lifts
+    both of the former, and accepts a renamed folder as the step that its name states; `unpinned`
+    and `unconfirmed` lift a pin and a confirmation. Lifted marks stay on record. A mark applies to
+    the present save, and becomes outdated when the step is saved again. A rejection and a
+    confirmation require a `reason`; `evidence` is where to find more (a URL, a log); `by` is the
+    author, the user and the host by default. `marks` is a file to write to instead of the step.
 
-    Raises `UsageError`, and `StorageError` if the step cannot be inspected or written to:
-    then nothing was written. Cost: an inspection at `listing` (of an acceptance at
-    `structure`), one write.
+    Raises `UsageError`, also for the confirmation of a step that is not sound, and `StorageError`
+    if the step cannot be inspected or written to: then nothing was written. Cost: an inspection at
+    `listing` (of an acceptance at `structure`), one write.
     """
     kind = _known(word)
     by = by or f"{user_name()}@{socket.gethostname()}"
@@ -96,6 +96,8 @@ def mark(
         level = Level.STRUCTURE if kind is MarkKind.ACCEPTED else Level.LISTING
         inspected = inspect_step(found, requirements, level=level)
         check_inspected(inspected.report)
+        if kind is MarkKind.CONFIRMED:
+            _check_sound(inspected.report)
         # A listing does not read what names the save of a rank-file step.
         report = replace(inspected.report, digests=tuple(found.digests.items()))
         applying = inspected.notes.marks
@@ -190,12 +192,27 @@ def user_name() -> str:
         return f"user {os.geteuid()}"
 
 
-def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) -> None:
-    if word is MarkKind.REJECTED and not reason.strip():
+_REASONS = {
+    MarkKind.REJECTED: ("loss spike after the resume", "a rejection"),
+    MarkKind.CONFIRMED: ("a canary repeated the next 50 steps", "a confirmation"),
+}
+"""The marks that need a reason, with an example."""
+
+
+def _check_sound(report: Report) -> None:
+    """Raise `UsageError` for a step that no training can have shown to be good."""
+    if report.verdict is not Verdict.COMPLETE:
         raise UsageError(
-            "a rejection needs a reason",
-            instead="--reason 'loss spike after the resume'",
+            f"{report.url} is {report.verdict.value}, and only a complete step can be confirmed; "
+            "no mark was written",
+            next_command=command_line("verify", report.url),
         )
+
+
+def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) -> None:
+    if word in _REASONS and not reason.strip():
+        example, what = _REASONS[word]
+        raise UsageError(f"{what} needs a reason", instead=f"--reason '{example}'")
     if len(evidence) > MAX_EVIDENCE:
         raise UsageError(f"{len(evidence)} pieces of evidence; at most {MAX_EVIDENCE} are kept")
     for text in (reason, by, *evidence):
@@ -241,7 +258,7 @@ def _takes_as_it_is(word: MarkKind, report: Report, applying: Sequence[Mark]) ->
 
 
 def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...]) -> Marked:
-    what, hint = "not pinned", ""
+    what, hint = "not confirmed" if word is MarkKind.UNCONFIRMED else "not pinned", ""
     if word is MarkKind.ACCEPTED:
         what = "neither rejected nor superseded, nor renamed, and no NaN was found in it"
         hint = (

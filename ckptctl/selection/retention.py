@@ -643,6 +643,8 @@ class RetentionPlan:
             return self._rules.protected[number]
         if number in self._pointed:
             return f"{self._pointed[number]} names it"
+        if candidate == self._newest_confirmed():
+            return "the newest confirmed step"
         being_removed = any(one.where == REMOVING for one in report.findings)
         if not inspected.step.parts and not (_is_left_over(inspected) or being_removed):
             return _NOT_RECOGNISED.reason
@@ -658,6 +660,14 @@ class RetentionPlan:
         if report.verdict is Verdict.IN_PROGRESS:
             return "in-progress: it may still be written"
         return f"{report.verdict.value}: left to a person"
+
+    def _newest_confirmed(self) -> Candidate | None:
+        """The step that `pick --prefer confirmed` takes; None without one."""
+        for candidate in self._order:
+            report = self._inspections[candidate.named.name].report
+            if report.has_finding("step.confirmed") and refusal(report, self._rules.policy) is None:
+                return candidate
+        return None
 
     def _written_later(self, inspected: Inspection) -> str | None:
         """Why a step is kept that was written after all that count; None if it was not.

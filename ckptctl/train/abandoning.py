@@ -1,7 +1,8 @@
-"""Supersede the steps that a resume abandons.
+"""Mark the steps that a resume abandons, and the one that it loads.
 
 Resuming from step N abandons the branch of newer steps: they are superseded in every root
-of the run, so that no later resume uses them.
+of the run, so that no later resume uses them. Step N is confirmed where training goes well from
+there.
 """
 
 from __future__ import annotations
@@ -113,6 +114,24 @@ class Held:
         made = new_mark(save, word, reason=reason, by=by, evidence=evidence)
         self.check()
         put_mark(OpenStep(store, name), made)
+
+
+def confirm(job: Job, token: Token, resumed: Report, reason: str) -> None:
+    """Mark the step that an attempt resumed from as confirmed; raises `StorageError`, `Fenced`.
+
+    Nothing is written where the step is gone, was saved again, or is confirmed already. Cost: an
+    inspection at `listing`, a read and a write.
+    """
+    for store in job.stores.values():
+        if not _lies_in(store, resumed):
+            continue
+        named = next((s for s in list_root(store).steps if s.name == base_name(resumed.url)), None)
+        report = None if named is None else inspect_listed(store, named).report
+        if report is None or report.digests != resumed.digests or not resumed.digests:
+            return
+        if not report.has_finding("step.confirmed"):
+            held = Held(job.store, token)
+            held.mark(store, base_name(resumed.url), report, MarkKind.CONFIRMED, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from ckptctl.selection.targets import OpenRoot, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import SharedStores, join_url, open_store
 from ckptctl.storage.waiting import SAVE_RETRY_S, start_daemon
+from ckptctl.train.abandoning import confirm
 from ckptctl.train.data_ledger import DataLedger
 from ckptctl.train.heartbeats import heartbeat, inside, report_saving
 from ckptctl.train.held_once import HeldOnce, Outline, copied_buffers
@@ -166,6 +167,7 @@ class Checkpointer:
         self._keep = keep
         self._attempt: RankAttempt | None = None
         self._replay: Start | None = None
+        self._confirmed = False
         self._flight: Future[None] | None = None
         self._retention: Retention | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
@@ -406,8 +408,28 @@ class Checkpointer:
             )
         )
         attempt.ledger.drain(RECORD_TIMEOUT_S)
+        if not taken.lost:
+            self._confirm(attempt, one.number)
         if self._keep is not None:
             self._retain(attempt, one.number, self._keep)
+
+    def _confirm(self, attempt: RankAttempt, step: int) -> None:
+        """Confirm the resumed step once training has gone well for long enough; on rank 0 only.
+
+        Asked once. The save has succeeded, so a mark that cannot be written is not an error.
+        """
+        after, resumed = self._job.options.confirm_after, attempt.resumed
+        if self._confirmed or not after or resumed is None or not attempt.is_sound:
+            return
+        n_steps = step - (resumed.number or 0)
+        if n_steps < after:
+            return
+        self._confirmed = True
+        reason = (
+            f"{n_steps:,} steps after a resume from it, step {step} was saved with sound weights"
+        )
+        with suppress(CkptctlError):
+            confirm(self._job, attempt.token, resumed, reason)
 
     def _retain(self, attempt: RankAttempt, step: int, keep: int) -> None:
         """Remove the steps that are older than those to keep, in a thread.

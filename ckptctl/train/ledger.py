@@ -289,13 +289,13 @@ Hook = Callable[..., Any]
 class RankAttempt:
     """One attempt of the job, on one of its ranks.
 
-    `step` is the current training step, `saved` the newest step that is saved or being
-    saved, `loss` the last one that was noted.
+    `resumed` is the step that it loaded, `step` the current training step, `saved` the newest
+    step that is saved or being saved, `loss` the last one that was noted.
     """
 
     token: Token
     ledger: Ledger
-    resumed_from: int | None = None
+    resumed: Report | None = None
     step: int = 0
     saved: int = 0
     loss: float | None = None
@@ -307,6 +307,16 @@ class RankAttempt:
     _error: str | None = None
     _over: bool = False
     _hooks: tuple[Hook, Hook] | None = None
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The number of the step that it loaded; None for a run from step 0."""
+        return None if self.resumed is None else self.resumed.number
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether neither a failure nor a loss that is not finite was noted."""
+        return not self._has_failed
 
     @property
     def origin(self) -> Origin:

@@ -116,8 +116,7 @@ class Resume:
         report = first(lambda: self._complete(attempt, restored, previous))
         # Rank 0 alone continues the data ledger, which may be long.
         _, data = job.group.from_first_keeping(lambda: (None, self._data(restored)))
-        chosen = restored.decision.chosen
-        attempt.resumed_from = None if chosen is None else chosen.number
+        attempt.resumed = restored.decision.chosen
         attempt.step = attempt.saved = restored.saved.step
         path = join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json")
         return attempt, _start(restored, report, path), data or (None, None)

@@ -147,16 +147,15 @@ def test_a_pin_is_shown_and_taken_off(ckptctl, sound_root):
     assert (again.returncode, "nothing was written" in again.stdout) == (0, True)
 
 
-@pytest.mark.parametrize("command", ["reject", "accept", "pin"])
+@pytest.mark.parametrize("command", ["reject", "accept", "confirm", "pin"])
 def test_the_document_of_a_mark_is_as_its_schema_says(ckptctl, sound_root, command):
     words = ("--reason", "spike", "--json")
     if command == "accept":
         ckptctl("reject", f"{sound_root}@30", *words)
     document = validated(ckptctl(command, f"{sound_root}@30", *words).stdout)
     assert document["schema"] == "ckptctl.marked/1"
-    assert document["mark"]["word"] == {"reject": "rejected", "accept": "accepted"}.get(
-        command, "pinned"
-    )
+    words_of = {"reject": "rejected", "accept": "accepted", "confirm": "confirmed", "pin": "pinned"}
+    assert document["mark"]["word"] == words_of[command]
     assert len(document["lifted"]) == (command == "accept")
     quiet = ckptctl(command, f"{sound_root}@30", "--reason", "again", "-q").stdout
     assert quiet == "" if command == "accept" else quiet.endswith(".json\n")

@@ -110,6 +110,7 @@ ARGUMENTS = {
     "history": "{root}",
     "loss": "{log}",
     "pick": "{root}",
+    "confirm": "{step} --reason good",
     "pin": "{step}",
     "preflight": "{root}",
     "prune": "{root} --keep 2",

@@ -521,6 +521,44 @@ def test_resuming_from_an_older_step_supersedes_the_newer_ones(root):
     assert seal["origin"]["resumed_from"] == 6
 
 
+def confirmed(root: Path) -> list[tuple[int, str]]:
+    """The steps of a root that are confirmed, with what is reported of it."""
+    return [
+        (report.number or 0, finding.message)
+        for report in ckptctl.scan(str(root)).reports
+        for finding in report.findings
+        if finding.code == "step.confirmed"
+    ]
+
+
+def test_a_resumed_step_is_confirmed_once_training_has_gone_on_for_long_enough(half):
+    job = run(half, 9, confirm_after=4)
+    assert confirmed(half) == []
+    job = run(half, 12, confirm_after=3)
+    ((step, why),) = confirmed(half)
+    assert step == 9
+    assert f"attempt {job.start.report['attempt']}" in why
+    assert "3 steps after a resume from it, step 12 was saved with sound weights" in why
+    assert len(list((half / "step_9" / ".ckptctl" / "marks").iterdir())) == 1
+
+
+@pytest.mark.parametrize("how", ["0 confirms none", "a loss", "removed", "saved again"])
+def test_a_resumed_step_is_not_confirmed_after_a_failure_or_where_it_is_gone(half, how):
+    job = Job(half, confirm_after=0 if how == "0 confirms none" else 3)
+    job.resume()
+    if how == "a loss":
+        job.ckpt.note(7, loss=math.nan)
+    if how == "removed":
+        shutil.rmtree(half / "step_6")
+    if how == "saved again":
+        (half / "step_6" / ".metadata").write_bytes((half / "step_3" / ".metadata").read_bytes())
+    job.train(7, 9)
+    job.die()
+    assert (half / "step_9").exists()
+    assert confirmed(half) == []
+    assert (half / "step_6").exists() == (how != "removed")
+
+
 def test_of_two_jobs_on_one_root_the_later_one_writes(half):
     first, second = Job(half), Job(half)
     first.resume()

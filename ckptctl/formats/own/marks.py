@@ -29,20 +29,27 @@ _MAX_OBJECTS = 64
 
 
 class MarkKind(StrEnum):
-    """The decision of a mark. `accepted` and `unpinned` lift earlier ones."""
+    """The decision of a mark. `accepted`, `unpinned` and `unconfirmed` lift earlier ones."""
 
     REJECTED = "rejected"
     SUPERSEDED = "superseded"
     ACCEPTED = "accepted"
     PINNED = "pinned"
     UNPINNED = "unpinned"
+    CONFIRMED = "confirmed"
+    UNCONFIRMED = "unconfirmed"
 
     @property
     def lifts(self) -> frozenset[MarkKind]:
         """The words that this one takes back."""
-        if self is MarkKind.ACCEPTED:
-            return frozenset({MarkKind.REJECTED, MarkKind.SUPERSEDED})
-        return frozenset({MarkKind.PINNED}) if self is MarkKind.UNPINNED else frozenset()
+        return _LIFTS.get(self, frozenset())
+
+
+_LIFTS = {
+    MarkKind.ACCEPTED: frozenset({MarkKind.REJECTED, MarkKind.SUPERSEDED}),
+    MarkKind.UNPINNED: frozenset({MarkKind.PINNED}),
+    MarkKind.UNCONFIRMED: frozenset({MarkKind.CONFIRMED}),
+}
 
 
 @dataclass(frozen=True, slots=True)
