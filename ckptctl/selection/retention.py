@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 
 from ckptctl import __version__
@@ -643,7 +643,7 @@ class RetentionPlan:
             return self._rules.protected[number]
         if number in self._pointed:
             return f"{self._pointed[number]} names it"
-        if candidate == self._newest_confirmed():
+        if candidate == self._newest_confirmed:
             return "the newest confirmed step"
         being_removed = any(one.where == REMOVING for one in report.findings)
         if not inspected.step.parts and not (_is_left_over(inspected) or being_removed):
@@ -661,6 +661,7 @@ class RetentionPlan:
             return "in-progress: it may still be written"
         return f"{report.verdict.value}: left to a person"
 
+    @cached_property
     def _newest_confirmed(self) -> Candidate | None:
         """The step that `pick --prefer confirmed` takes; None without one."""
         for candidate in self._order:
