@@ -220,15 +220,15 @@ def branch_of(
     candidates: Sequence[Candidate],
     root: OpenRoot,
     inspected: Mapping[Candidate, Inspection],
-    inspector: CachingInspector | None = None,
+    inspector: CachingInspector,
 ) -> WriteOrder:
     """Whether a step is on the branch that was written last, among `candidates`.
 
     `root` is that of the step, which is among the `inspected`. Steps of other roots, those that
     count something else, those that a mark or a record excludes, and folders that are no steps, do
-    not count. Cost: without an `inspector` none, and older steps that were not inspected are not
-    compared; with it a listing of each step in `to_compare`, none of those that were listed with
-    the root, and an inspection at `listing` of each older step that was written later.
+    not count. Cost: a listing of each step in `to_compare`, none of those that the `inspector` or
+    the listing of the root listed before, and an inspection at `listing` of each older step that
+    was written later.
     """
     own = inspected[chosen]
     if own.notes.accepted:
@@ -257,21 +257,12 @@ def branch_of(
     )
     unlisted = [older[name] for name in names if name not in known]
     listed = [known[name] for name in names if name in known]
-    if inspector is None:
-        n_silent += len(unlisted)
-    elif is_local:
-        listed += [inspector.times_of(one) for one in unlisted]
-    else:
-        listed += [times for _, times in in_flight(inspector.times_of, unlisted)]
+    listed += inspector.times_of(unlisted)
     times = [one for one in listed if one is not None]
     n_silent += len(listed) - len(times)  # what could not be listed was not compared
     order = write_order(own_times, times, n_silent)
     later = (older[one.name] for one in order.later if one.name not in known)
-    left = {
-        one.named.name
-        for one in later
-        if inspector is not None and _is_left(one, inspector(one, Level.LISTING))
-    }
+    left = {one.named.name for one in later if _is_left(one, inspector(one, Level.LISTING))}
     if left:
         order = write_order(own_times, [one for one in times if one.name not in left], n_silent)
     return order

@@ -65,6 +65,7 @@ from ckptctl.selection.roots import (
 )
 from ckptctl.selection.targets import OpenRoot, Roots, open_roots, unavailable
 from ckptctl.storage.contract import Store
+from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name
 
 if TYPE_CHECKING:
@@ -757,12 +758,8 @@ class RunSearch(Search):
         The step with the highest number and the one that was written last may be of two branches;
         a person, or a record, decides which of them the run is on.
         """
-        root, inspected = self.opened_roots[chosen.root_index], self.inspect.inspected
-        self.order = order = branch_of(chosen, self.candidates, root, inspected, self.inspect)
-        known = inspected[chosen]
-        report = known.report.with_claim(order.claim)
-        self.inspect.inspected[chosen] = replace(known, report=report)
-        self.chosen = report
+        self.order = order = self.inspect.claim_branch(chosen, self.candidates)
+        self.chosen = report = self.inspect.inspected[chosen].report
         if order.order is Order.WENT_BACK:
             self.passed_over.append(PassedOver(report, order.why, NoStepReason.TWO_BRANCHES))
             self.stopped = NoStepReason.TWO_BRANCHES
@@ -874,6 +871,7 @@ class CachingInspector:
         self.confirm = True
         self.content: Asked | None = None
         self.inspected: dict[Candidate, Inspection] = {}
+        self._times: dict[Candidate, SaveTimes | None] = {}
         self._steps = [RootSteps(root.listing.trees) for root in opened_roots]
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
@@ -915,8 +913,20 @@ class CachingInspector:
             steps.add(opened)
         return inspected
 
-    def times_of(self, candidate: Candidate) -> SaveTimes | None:
-        """When a candidate was written; None where that is unknown. Cost: its listing at most."""
+    def claim_branch(self, candidate: Candidate, candidates: Sequence[Candidate]) -> WriteOrder:
+        """Claim of an inspected step that it is on the branch of the run; see `branch_of`."""
+        known, root = self.inspected[candidate], self._roots[candidate.root_index]
+        order = branch_of(candidate, candidates, root, self.inspected, self)
+        self.inspected[candidate] = replace(known, report=known.report.with_claim(order.claim))
+        return order
+
+    def times_of(self, candidates: Sequence[Candidate]) -> list[SaveTimes | None]:
+        """When steps were written; None where that is unknown. Cost: a listing of each at most."""
+        unlisted = [one for one in candidates if one not in self._times]
+        self._times.update(in_flight(self._listed_times, unlisted))
+        return [self._times[one] for one in candidates]
+
+    def _listed_times(self, candidate: Candidate) -> SaveTimes | None:
         root, name = self._roots[candidate.root_index], candidate.named.name
         files = self._steps[candidate.root_index].files(name)
         try:

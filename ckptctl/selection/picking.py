@@ -20,7 +20,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import ExitCode, Level, Message, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.branches import WriteOrder, branch_of
+from ckptctl.selection.branches import WriteOrder
 from ckptctl.selection.choosing import (
     KINDS_THAT_COUNT,
     Answer,
@@ -548,7 +548,8 @@ def scan(
     the root contains no known step but unnumbered checkpoints.
 
     Cost: that of `pick`, which may go back further than `last`; for each other step that is
-    shown, one listing and one read of each metadata, or the cost of `level`. One listing
+    shown, one read of each metadata, or the cost of `level`, and two listings, one where it and
+    the older steps of `branch_of` are compared. One listing
     per folder that is not a step, at most `MAX_FOLDERS_TRIED`. On an object store that
     shows all steps, one request per 1,000 objects replaces their listings.
     """
@@ -599,7 +600,7 @@ def scan(
 def _reports(
     done: RunSearch, shown: Iterable[Candidate], on_report: OnReport | None
 ) -> tuple[Report, ...]:
-    reports: dict[Candidate, Report] = {}
+    reports: list[Report] = []
     # Steps that no longer decide anything are inspected once, at the requested level.
     done.inspect.level = done.policy.level or Level.LISTING
     done.inspect.confirm = False
@@ -608,19 +609,13 @@ def _reports(
         report = done.inspect(candidate, Level.LISTING)
         if candidate.named.bare and not report.parts:
             continue
-        reports[candidate] = report
+        is_chosen = candidate == done.chosen_candidate
+        if not is_chosen and report.verdict is not Verdict.UNKNOWN:
+            done.inspect.claim_branch(candidate, done.candidates)
+        reports.append(done.inspect.inspected[candidate].report)
         if on_report is not None:
-            on_report(report, report is done.chosen, reasons.get(report.url))
-    return tuple(_with_branch(done, candidate, report) for candidate, report in reports.items())
-
-
-def _with_branch(done: RunSearch, candidate: Candidate, report: Report) -> Report:
-    """The report with a claim about the branch of the step. Cost: none; nothing is read for it."""
-    if report is done.chosen:
-        return report
-    root = done.opened_roots[candidate.root_index]
-    order = branch_of(candidate, done.candidates, root, done.inspect.inspected)
-    return report.with_claim(order.claim)
+            on_report(reports[-1], is_chosen, reasons.get(report.url))
+    return tuple(reports)
 
 
 def _reasons_of(search: Search) -> dict[str, str]:

@@ -677,7 +677,7 @@ class RetentionPlan:
         `pick` stops there too, because the run may have gone back.
         """
         inspected = {one: self._inspections[one.named.name] for one in self._order}
-        order = branch_of(candidate, self._order, self._root, inspected)
+        order = branch_of(candidate, self._order, self._root, inspected, self._inspector)
         return order.why if order.order is Order.WENT_BACK else None
 
     def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
