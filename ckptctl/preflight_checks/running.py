@@ -367,11 +367,8 @@ def _answer(job: _Job, nodes: _Nodes, checks: tuple[Check, ...]) -> Preflight:
     failed = [one for one in checks if one.outcome is CheckOutcome.FAILED]
     worst = next((one for one in failed if one.name != "step"), failed[0] if failed else None)
     picked, n_ranks = job.picked, job.requirements.world_size
-    chosen = picked.chosen if worst is None else None
     return Preflight(
         root=job.roots.first,
-        path=None if chosen is None else chosen.url,
-        step=None if chosen is None else chosen.number,
         checks=checks,
         nodes=tuple(one for each in nodes.values() for one in each),
         pick=picked,
@@ -379,7 +376,6 @@ def _answer(job: _Job, nodes: _Nodes, checks: tuple[Check, ...]) -> Preflight:
         exit_code=0 if worst is None else worst.exit_code,
         next_command=None if worst is None else worst.next_command,
         capacity=capacity_of(n_ranks, picked.chosen),
-        reason=picked.reason,
     )
 
 

@@ -46,38 +46,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
-    """The steps under a root, or under several, newest first."""
-
-    root: str
-    """The root as given; of several, the first that is not optional."""
-    roots: tuple[str, ...]
-    """All roots, in order of preference."""
-    exists: bool
-    """The root exists."""
-    reports: tuple[Report, ...]
-    """A report for each inspected step, newest first."""
-    chosen: str | None
-    """The address of the step that `pick` would choose; null where it would choose none."""
-    findings: tuple[Finding, ...]
-    """Findings about the root, not about a step."""
-    n_steps: int
-    """Steps under the root, including those that were not inspected."""
-    exit_code: ExitCode
-    next_command: NextCommand
-    message: str
-    """The answer of `pick` in one line."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """The address of each step that `pick` passed over, with the reason."""
-    n_older: int = 0
-    """Older steps that `last` left out."""
-    more_before: int | None = None
-    """The `--before` that shows the next older steps."""
-    reason: NoStepReason | None = None
-    """Why `pick` would choose no step, in one word; null where it would choose one."""
-
-
-@dataclass(frozen=True, slots=True)
 class Pick:
     """Which step to resume from, or why none."""
 
@@ -145,6 +113,56 @@ class Pick:
             keys = some_of([safe(entry.where) for entry in not_recognized])
             words += f"; not recognized: {keys} (--state KIND=KEY maps it)"
         return f"{words} (--require KIND,... demands more, --allow-missing-state less)"
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The steps under a root, or under several, newest first, and the answer of `pick`."""
+
+    root: str
+    """The root as given; of several, the first that is not optional."""
+    exists: bool
+    """The root exists."""
+    reports: tuple[Report, ...]
+    """A report for each inspected step, newest first."""
+    pick: Pick
+    """The answer of `pick` under the same options."""
+    findings: tuple[Finding, ...]
+    """Findings about the root, not about a step."""
+    n_steps: int
+    """Steps under the root, including those that were not inspected."""
+    next_command: NextCommand
+    refused: tuple[tuple[str, str], ...] = ()
+    """The address of each step that `pick` passed over, with the reason."""
+    n_older: int = 0
+    """Older steps that `last` left out."""
+    more_before: int | None = None
+    """The `--before` that shows the next older steps."""
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """All roots, in order of preference."""
+        return self.pick.roots
+
+    @property
+    def chosen(self) -> str | None:
+        """The address of the step that `pick` would choose; null where it would choose none."""
+        return None if self.pick.chosen is None else self.pick.chosen.url
+
+    @property
+    def message(self) -> str:
+        """The answer of `pick` in one line."""
+        return self.pick.message
+
+    @property
+    def reason(self) -> NoStepReason | None:
+        """Why `pick` would choose no step, in one word; null where it would choose one."""
+        return self.pick.reason
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of `pick`."""
+        return self.pick.exit_code
 
 
 def pick(
@@ -581,19 +599,15 @@ def scan(
             next_command = command_line(*verify) if verify else None
         return Scan(
             root=done.roots.first,
-            roots=done.roots.urls,
             exists=any(root.listing.exists for root in done.opened_roots),
             reports=reports,
-            chosen=chosen.url if chosen else None,
+            pick=answer,
             findings=tuple(findings),
             n_steps=done.n_steps,
-            exit_code=answer.exit_code,
             next_command=next_command,
-            message=answer.message,
             refused=tuple(_reasons_of(done).items()),
             n_older=n_older,
             more_before=shown[-1].named.number if n_older and shown else None,
-            reason=answer.reason,
         )
 
 

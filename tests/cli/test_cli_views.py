@@ -117,11 +117,11 @@ def test_what_every_step_lacks_is_written_once_where_it_takes_a_line():
 
 def test_a_root_without_steps_says_so():
     message = f"{ROOT} holds no step at all: this is a fresh run"
-    assert text(none_lines(scan(exit_code=10, message=message))) == [message]
+    assert text(none_lines(scan(pick=pick(None, exit_code=10, message=message)))) == [message]
 
 
 def test_a_root_without_a_usable_step_says_what_pick_says():
-    none = scan(report(200, NO_METADATA), message="no usable step (1 inspected)")
+    none = scan(report(200, NO_METADATA), pick=pick(None, message="no usable step (1 inspected)"))
     assert text(none_lines(none))[:2] == ["no usable step (1 inspected)", f"  {ROOT}"]
 
 
