@@ -200,6 +200,7 @@ _WITHOUT: Mapping[str, frozenset[str]] = {
     "LoggedResume": frozenset({"before", "overwritten", "after", "history"}),
     "TrainState": frozenset({"tensor_keys"}),
     "PruneDecision": frozenset({"remedy"}),
+    "Finding": frozenset({"unmet"}),
     "PassedOver": frozenset({"cause"}),
     "Scan": frozenset({"pick"}),
 }

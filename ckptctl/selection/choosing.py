@@ -26,6 +26,7 @@ from ckptctl.findings import (
     Report,
     Severity,
     Verdict,
+    unmet_in,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import (
@@ -436,14 +437,8 @@ def _reason_of(report: Report) -> str:
         first = faults[0]
         place = f"{first.where}: " if first.where and first.where not in first.message else ""
         return f"{report.verdict.value}: {place}{first.message}{and_more(faults)}"
-    conditions = {23: "state.missing state.unrecognized", 24: "world-size.fixed state.lost"}
-    wanted = conditions.get(report.exit_code, "").split()
-    messages = [
-        finding.message
-        for finding in report.findings
-        if finding.code in wanted and (report.exit_code != 23 or "required" in finding.message)
-    ]
-    return messages[0] if messages else report.verdict.value
+    unmet = unmet_in(report.findings)
+    return report.verdict.value if unmet is None else unmet.message
 
 
 _WORDS = {
