@@ -9,15 +9,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptctl.claims import Claim, ClaimName, ClaimState
-from ckptctl.cli.rendering import Line, StyledText, line
+from ckptctl.cli.rendering import Line, Style, StyledText, line
 from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.formatting import counted
 from ckptctl.model import Level
-from ckptctl.symbols import LACKING, VERIFIED, Symbol
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """How one state is drawn, and the word for it."""
+
+    glyph: str
+    ascii: str
+    style: Style
+    word: str
+
+
+LACKING = "lacking"
+VERIFIED = "verified"
+
+# Worst first, as `Verdict` has it; a step that is whole but lacks what was asked
+# for comes before the good ones.
+STEP_MARKS: Mapping[str, Symbol] = {
+    Verdict.UNSAFE.value: Symbol("⊘", "U", "bad", "unsafe"),
+    Verdict.UNKNOWN.value: Symbol("?", "?", "warn", "unknown"),
+    Verdict.CHANGED.value: Symbol("∆", "c", "warn", "changed"),
+    Verdict.CORRUPT.value: Symbol("✗", "X", "bad", "corrupt"),
+    Verdict.INCOMPLETE.value: Symbol("!", "!", "bad", "incomplete"),
+    Verdict.IN_PROGRESS.value: Symbol("⋯", "~", "warn", "in-progress"),
+    Verdict.UNVERIFIABLE.value: Symbol("◌", "u", "warn", "unverifiable"),
+    Verdict.REJECTED.value: Symbol("⨯", "R", "bad", "rejected"),
+    Verdict.SUPERSEDED.value: Symbol("»", "S", "warn", "superseded"),
+    LACKING: Symbol("◒", "-", "warn", "lacks state"),
+    Verdict.COMPLETE.value: Symbol("◇", "=", "good", "complete, not all proven"),
+    VERIFIED: Symbol("✓", "+", "good", "complete, every byte verified"),
+}
 
 MAX_CELLS = 64
 """A row of ranks is never longer: more cells cannot be distinguished."""

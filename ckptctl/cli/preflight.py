@@ -17,14 +17,13 @@ from ckptctl.cli.options import (
     RootsArg,
 )
 from ckptctl.cli.output import Output, document_of, process_group
-from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded, refused_lines
+from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
 from ckptctl.errors import OptionError, OwnFileUnreadable, UsageError
 from ckptctl.formats.own.contract import MAX_CONTRACT_BYTES, Terms, terms_of
 from ckptctl.formats.own.files import parsed
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234) || exit $?",

@@ -15,6 +15,8 @@ from ckptctl.claims import ClaimName
 from ckptctl.cli.options import MetricsOpt, OfStep, OptionalRootOpt, RootsArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
+    LACKING,
+    STEP_MARKS,
     claim_glyphs,
     claims_legend,
     glyph,
@@ -24,6 +26,7 @@ from ckptctl.cli.pictures import (
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
+    Style,
     StyledText,
     finding_lines,
     line,
@@ -38,7 +41,6 @@ from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT
 from ckptctl.selection.picking import NEWEST, Scan
-from ckptctl.symbols import LACKING, STEP_MARKS, Style
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
