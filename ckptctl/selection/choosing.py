@@ -45,7 +45,7 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import STATE_KINDS, Level
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import (
-    Order,
+    BranchState,
     WriteOrder,
     branch_of,
     left_behind,
@@ -755,7 +755,7 @@ class RunSearch(Search):
         """
         self.order = order = self.inspect.claim_branch(chosen, self.candidates)
         self.chosen = report = self.inspect.inspected[chosen].report
-        if order.order is Order.WENT_BACK:
+        if order.state is BranchState.WENT_BACK:
             self.passed_over.append(PassedOver(report, order.why, NoStepReason.TWO_BRANCHES))
             self.stopped = NoStepReason.TWO_BRANCHES
             self.chosen = self.chosen_candidate = None
@@ -789,14 +789,14 @@ class RunSearch(Search):
         order = self.order
         if order is None or order.own is None:
             return
-        if order.order not in (Order.WENT_BACK, Order.DOUBTFUL):
+        if order.state not in (BranchState.WENT_BACK, BranchState.DOUBTFUL):
             return
         own, last = order.own, order.last
         message = (
             f"step {last.number} was written after step {own.number}: they are of two branches of "
             "the run"
         )
-        if order.order is Order.DOUBTFUL:
+        if order.state is BranchState.DOUBTFUL:
             message = (
                 f"{order.why}: if they were not copied, the run went back to an earlier step, and "
                 f"step {own.number} is of the branch that it left"

@@ -20,7 +20,7 @@ from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.cli.pictures import CLAIM_MARKS
 from ckptctl.errors import NothingToResume
 from ckptctl.inspection.one_save import SaveTimes
-from ckptctl.selection.branches import Order, to_compare, write_order
+from ckptctl.selection.branches import BranchState, to_compare, write_order
 from ckptctl.selection.choosing import Answer
 
 HOUR_S = 3600.0
@@ -393,23 +393,23 @@ def times(number: int, first_s: float, took_s: float = 10, largest: int = 0) -> 
 
 def test_one_later_save_soon_after_a_copy_is_a_doubt():
     copied = [times(number, 0.01 * number, 0.1) for number in (100, 200, 300)]
-    assert write_order(copied[-1], [*copied, times(110, 9_000)]).order is Order.DOUBTFUL
+    assert write_order(copied[-1], [*copied, times(110, 9_000)]).state is BranchState.DOUBTFUL
 
 
 def test_one_later_save_among_saves_of_training_is_a_branch():
     trained = [times(number, 10 * number) for number in (100, 200, 300)]
-    assert write_order(trained[-1], [*trained, times(110, 9_000)]).order is Order.WENT_BACK
+    assert write_order(trained[-1], [*trained, times(110, 9_000)]).state is BranchState.WENT_BACK
 
 
 def test_a_save_within_the_difference_of_clocks_is_a_doubt():
     trained = [times(number, 10 * number) for number in (100, 200, 300)]
-    assert write_order(trained[-1], [*trained, times(110, 3_100)]).order is Order.DOUBTFUL
+    assert write_order(trained[-1], [*trained, times(110, 3_100)]).state is BranchState.DOUBTFUL
 
 
 def test_large_files_that_follow_each_other_as_by_a_copy_are_no_branch():
     n_bytes = 100 * 10**9
     by_name = [times(n, 1_000 * place, 0, n_bytes) for place, n in enumerate((1000, 200, 300))]
-    assert write_order(by_name[0], by_name).order is Order.COPIED
+    assert write_order(by_name[0], by_name).state is BranchState.COPIED
 
 
 def test_storage_without_times_proves_nothing():
