@@ -92,8 +92,8 @@ _PROVE_NOTHING = frozenset({"record.no-crc", "record.transformed", "format.no-ch
 """Notes on shards whose bytes no checksum of theirs proves."""
 
 
-def step_state(report: Report, *, passed_over: bool = False) -> str:
-    """The key of a step in `STEP_MARKS`; `passed_over`: `pick` refused it.
+def step_state(report: Report, *, is_lacking: bool = False) -> str:
+    """The key of a step in `STEP_MARKS`; `is_lacking`: it lacks what other steps have.
 
     A step without an optimizer is never shown as a good one: a resume would reset it.
     """
@@ -101,7 +101,7 @@ def step_state(report: Report, *, passed_over: bool = False) -> str:
     if report.verdict is not Verdict.COMPLETE:
         return verdict
     held = report.state.held
-    if passed_over or not report.usable or (held and "optimizer" not in held):
+    if is_lacking or not report.usable or (held and "optimizer" not in held):
         return LACKING
     return verdict if not_proven(report, CLAIMED_BY_VERIFIED) else VERIFIED
 

@@ -538,7 +538,7 @@ def _numbers(steps: Sequence[int | None]) -> str:
     return f"{verb(len(steps), 'step', 'steps')} {some_of(steps, MAX_NAMED)}"
 
 
-OnReport = Callable[[Report, bool, str | None], None]
+OnReport = Callable[[Report, bool, PassedOver | None], None]
 """Called with a report, whether it is the chosen one, and why `pick` skipped the step."""
 
 NEWEST = 50
@@ -605,7 +605,7 @@ def scan(
             findings=tuple(findings),
             n_steps=done.n_steps,
             next_command=next_command,
-            refused=tuple(_reasons_of(done).items()),
+            refused=tuple((url, over.reason) for url, over in _passed_over(done).items()),
             n_older=n_older,
             more_before=shown[-1].named.number if n_older and shown else None,
         )
@@ -618,7 +618,7 @@ def _reports(
     # Steps that no longer decide anything are inspected once, at the requested level.
     done.inspect.level = done.policy.level or Level.LISTING
     done.inspect.confirm = False
-    reasons = _reasons_of(done)
+    passed_over = _passed_over(done)
     for candidate in shown:
         report = done.inspect(candidate, Level.LISTING)
         if candidate.named.bare and not report.parts:
@@ -628,11 +628,11 @@ def _reports(
             done.inspect.claim_branch(candidate, done.candidates)
         reports.append(done.inspect.inspected[candidate].report)
         if on_report is not None:
-            on_report(reports[-1], is_chosen, reasons.get(report.url))
+            on_report(reports[-1], is_chosen, passed_over.get(report.url))
     return tuple(reports)
 
 
-def _reasons_of(search: Search) -> dict[str, str]:
+def _passed_over(search: Search) -> dict[str, PassedOver]:
     """Why `pick` skipped steps, by their addresses."""
     searches = (search, search.further) if search.further else (search,)
-    return {over.report.url: over.reason for one in searches for over in one.passed_over}
+    return {over.report.url: over for one in searches for over in one.passed_over}

@@ -157,6 +157,18 @@ def test_scan_shows_the_branch_of_each_step(train, root):
     assert [one.code for one in found.findings] == ["root.two-branches"]
 
 
+def test_scan_shows_no_step_of_the_branch_that_was_left_as_one_that_lacks_state(train, root):
+    train((100, 200, 300), 24)
+    train((110, 120), 1)
+    (row,) = [
+        line
+        for line in run_ckptctl("scan", root).stdout.splitlines()
+        if line.split()[1:2] == ["300"]
+    ]
+    assert row.startswith("◇   300  complete ")
+    assert "were written after step 300" in row
+
+
 def test_scan_compares_no_step_with_the_epoch_of_an_export(train, root):
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     torch = pytest.importorskip("torch")
