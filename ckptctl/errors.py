@@ -1,16 +1,25 @@
 """Every exception of the package, with its code and exit code.
 
-Damage in a checkpoint is a `Finding`, not an exception.
+Damage in a checkpoint is a `Finding`, not an exception. Work that must never fail is called through
+`guarded`, the one place of the package that catches every exception: `ckptctl run` must restart a
+job whatever its logs hold, and a notification that cannot be made must end nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptctl.redaction import redacted
 
 if TYPE_CHECKING:
     from ckptctl.findings import Finding
+
+T = TypeVar("T")
+
+_MAX_TEXT = 300
 
 
 class CkptctlError(Exception):
@@ -253,3 +262,40 @@ class SaveFailed(CkptctlError, code="save.failed", exit_code=75):
 
 class GpuFailed(CkptctlError, code="gpu.failed", exit_code=75):
     """A rank's GPU does not answer or computes wrong results; another node may work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """An answer that could not be had: what failed, and why, in one line."""
+
+    message: str
+
+
+def guarded(
+    what: str, work: Callable[[], T], *, raises: type[Exception] | tuple[type[Exception], ...] = ()
+) -> T | Unknown:
+    """The result of `work`; `Unknown` for any exception but those that end the process.
+
+    `what` is the work in words, such as `reading job.log`. Exceptions of `raises` are the caller's
+    to handle.
+    """
+    try:
+        return work()
+    except raises:
+        raise
+    except Exception as error:  # noqa: BLE001 - the place that stands between a fault and a job
+        return Unknown(f"{what} failed: {described(error)}")
+
+
+def described(error: BaseException) -> str:
+    """The type of an exception, its message and its place, as `KeyError: 'a' (rows.py:12)`."""
+    text = str(error).strip().partition("\n")[0]
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        file = os.path.basename(trace.tb_frame.f_code.co_filename)
+        place = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    about = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if len(about) > _MAX_TEXT:
+        about = f"{about[:_MAX_TEXT]}…"
+    return f"{about} ({place})" if place else about

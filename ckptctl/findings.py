@@ -344,6 +344,8 @@ class Finding:
     found: str | None = None
     """What is there, with its unit, where the message does not state it."""
     next_command: NextCommand = None
+    unmet: bool = False
+    """It is a requirement of the caller that the step does not meet."""
 
     @property
     def severity(self) -> Severity:
@@ -360,6 +362,21 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
     """The worst verdict that any finding forces; `complete` when none does."""
     forced = [f.verdict for f in findings if f.verdict is not None]
     return min(forced, key=lambda verdict: verdict.place, default=Verdict.COMPLETE)
+
+
+UNMET_EXIT_CODES: Mapping[str, int] = {
+    "state.missing": EXIT_STATE_MISSING,
+    "state.unrecognized": EXIT_STATE_MISSING,
+    "state.lost": EXIT_WORLD_SIZE,
+    "world-size.fixed": EXIT_WORLD_SIZE,
+}
+"""The exit code of a step that does not meet a requirement, by the code of the finding."""
+
+
+def unmet_in(findings: Iterable[Finding]) -> Finding | None:
+    """The requirement that decides the exit code of a step without faults; None if all are met."""
+    unmet = (finding for finding in findings if finding.unmet)
+    return max(unmet, key=lambda finding: UNMET_EXIT_CODES[finding.code], default=None)
 
 
 _SEVERITIES = list(Severity)

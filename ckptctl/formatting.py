@@ -1,7 +1,11 @@
-"""Format counts, sizes, times, lists of names and text of others for people."""
+"""Format counts, sizes, times, lists of names and text of others for people.
+
+Text of others stays text: on a terminal, in Markdown and in SVG.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptctl.findings import CODES, Finding
@@ -169,3 +173,35 @@ def safe(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def markdown_code(text: str) -> str:
+    """A piece of code in a line of Markdown; `–` for nothing."""
+    text = safe(text)
+    if not text.strip():
+        return "–"
+    fence = "`" * (_longest_run(text) + 1)
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def markdown_row(*cells: str) -> str:
+    """A row of a table of Markdown; also in code a `|` would end its cell."""
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def markdown_block(kind: str, lines: Iterable[str]) -> Iterator[str]:
+    """Lines as a block of code of Markdown, whatever they contain."""
+    text = "\n".join(map(safe, lines))
+    fence = "`" * max(3, _longest_run(text) + 1)
+    yield from (f"{fence}{kind}", text, fence)
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def svg_text(text: str) -> str:
+    """Text of somebody else in SVG: no markup, no control characters, no other direction."""
+    from html import escape
+
+    return escape(safe(text))

@@ -76,15 +76,12 @@ def scan(*reports: Report, chosen: int | None = None, **changes: object) -> Scan
     """A scan that found `reports`, newest first."""
     made = Scan(
         root=ROOT,
-        roots=(ROOT,),
         exists=True,
         reports=reports,
-        chosen=None if chosen is None else f"{ROOT}/step_{chosen}",
+        pick=pick(next((one for one in reports if one.number == chosen), None)),
         findings=(),
         n_steps=len(reports),
-        exit_code=0 if chosen is not None else 11,
         next_command=None if chosen is None else f"ckptctl pick {ROOT}",
-        message=f"resume from step {chosen}" if chosen else "none is usable",
     )
     return replace(made, **changes)
 

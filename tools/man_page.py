@@ -14,8 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckptctl.cli.commands import COMMANDS, VERSION, command_of, default_of, load, value_of
-from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.commands import (
+    COMMANDS,
+    VERSION,
+    command_of,
+    default_of,
+    exit_codes,
+    load,
+    value_of,
+)
 from ckptctl.cli.options import HEADINGS, AnswerOptions
 
 _COMMON = HEADINGS[AnswerOptions]
@@ -57,7 +64,7 @@ def _lines() -> Iterator[str]:
         if getattr(option, "rich_help_panel", None) == _COMMON:
             yield from _option(option)
     yield ".SH EXIT STATUS"
-    for number, code in EXIT_CODES.items():
+    for number, code in exit_codes().items():
         yield ".TP"
         yield rf"\fB{number}\fR"
         yield _text(f"{code.title}. {code.advice}")

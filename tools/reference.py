@@ -24,10 +24,10 @@ from ckptctl.cli.commands import (
     SUMMARIES,
     command_of,
     default_of,
+    exit_codes,
     load,
     value_of,
 )
-from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.findings import CODES
 from ckptctl.loss.verdict import FORCES
 
@@ -146,7 +146,7 @@ def _rows(options: list[Any]) -> Iterator[str]:
 def _exit_codes() -> Iterator[str]:
     yield "| code | means | try again? | what to do |"
     yield "|---|---|---|---|"
-    for number, code in EXIT_CODES.items():
+    for number, code in exit_codes().items():
         yield f"| {number} | {code.title} | {code.retry} | {code.advice} |"
 
 

@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 import ckptctl
 from ckptctl.cli.output import Output, document_of
-from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, section
+from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded, section
 from ckptctl.errors import OptionError
 from ckptctl.failures.classifying import DEADLINE_S
 from ckptctl.failures.rank_dumps import described, ranges_of
 from ckptctl.failures.results import Classification, Domain, Evidence, Role, Suspect
 from ckptctl.formatting import counted
 from ckptctl.options import Parameter, StorageOptions
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl classify --print-nodes slurm-4711.out dmesg-node017.log --exit-code 1",

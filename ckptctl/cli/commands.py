@@ -659,8 +659,6 @@ def _filled(lines: Iterable[Line]) -> Iterator[Line]:
 
 
 def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
-    from ckptctl.cli.exit_codes import EXIT_CODES  # a file that only help needs
-
     loaded = load(command.name)
     arguments = [argument for argument in command.params if argument.param_type_name == "argument"]
     words = [
@@ -702,7 +700,41 @@ def _command_help(command: Any, *, whole: bool) -> Iterator[Line]:
     yield from (line("  ", StyledText(example, "code"), solid=True) for example in loaded.examples)
     yield EMPTY
     yield line(StyledText("Exit codes:", "strong"))
-    yield from (line(f"  {code:<3} {EXIT_CODES[code].title}", hang=6) for code in loaded.exit_codes)
+    codes = exit_codes()
+    yield from (line(f"  {code:<3} {codes[code].title}", hang=6) for code in loaded.exit_codes)
+
+
+class ExitCodeText(NamedTuple):
+    """`title` is an exit code in a few words; `advice` is what a caller does next.
+
+    `retry` begins with `yes` if the same command may succeed later, else with `no` or
+    `not needed`; what helps may follow.
+    """
+
+    title: str
+    advice: str
+    retry: str = "no"
+
+
+@cache
+def explanations() -> Mapping[str, Any]:
+    """What exit codes and verdicts mean, and what to do: the tables of `explanations.toml`.
+
+    The help texts, `ckptctl explain NUMBER` and the documents are generated from them or compared
+    with them. Codes are added and never change. Cost: a read, which only help needs.
+    """
+    import tomllib
+    from importlib import resources
+
+    file = resources.files("ckptctl.cli") / "explanations.toml"
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+@cache
+def exit_codes() -> Mapping[int, ExitCodeText]:
+    """Every exit code by its number, with its text."""
+    codes = explanations()["exit-codes"]
+    return {int(number): ExitCodeText(**texts) for number, texts in codes.items()}
 
 
 def _sections(parameters: Iterable[Any]) -> Iterator[Line]:

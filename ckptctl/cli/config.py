@@ -110,8 +110,6 @@ def _tables(path: str, *, is_named: bool) -> Mapping[str, Any] | None:
     It may be anybody's: one that cannot be read, or names ckptctl and is no TOML, concerns other
     programs.
     """
-    import tomllib
-
     is_project = os.path.basename(path) == "pyproject.toml"
     may_be_others = is_project and not is_named
 
@@ -119,25 +117,21 @@ def _tables(path: str, *, is_named: bool) -> Mapping[str, Any] | None:
         return OptionError("--config", problem) if is_named else UsageError(problem)
 
     try:
-        with os.fdopen(open_named(path), "rb") as file:
-            why = None if is_named else distrusted(path, os.fstat(file.fileno()))
-            data = file.read(_MAX_BYTES + 1)
-    except (OSError, UsageError) as cause:
+        data, about = read_small(path, _MAX_BYTES, error)
+    except UsageError:
         if may_be_others:
             return None
-        if isinstance(cause, UsageError):
-            raise
-        raise error(f"{path}: {cause.strerror}") from cause
+        raise
+    why = None if is_named else distrusted(path, about)
     if may_be_others and b"ckptctl" not in data:
         return None
-    if len(data) > _MAX_BYTES:  # better an error than a requirement that is left out
-        raise error(f"{path}: the file has more than {_MAX_BYTES:,} bytes")
     try:
-        document: Any = tomllib.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as cause:
-        if may_be_others and b"[tool.ckptctl" not in data:
+        document: Any = parse_toml(path, data, _MAX_BYTES, error)
+    except UsageError:
+        # Of a file that is too large, better an error than a requirement that is left out.
+        if may_be_others and b"[tool.ckptctl" not in data and len(data) <= _MAX_BYTES:
             return None
-        raise error(f"{path} is no TOML: {cause}") from cause
+        raise
     if is_project:
         tool = document.get("tool", {})
         if may_be_others and not (isinstance(tool, dict) and "ckptctl" in tool):
@@ -155,6 +149,34 @@ def _tables(path: str, *, is_named: bool) -> Mapping[str, Any] | None:
             raise error(f"{path}: {name} is no table")
     settings: Mapping[str, Any] = document
     return settings
+
+
+def read_small(
+    path: str, limit: int, error: Callable[[str], UsageError]
+) -> tuple[bytes, os.stat_result]:
+    """A file as far as one byte after `limit`, and its owner and mode.
+
+    Raises an `error` with what is wrong, and `PathUntrusted` as `open_named` does.
+    """
+    try:
+        with os.fdopen(open_named(path), "rb") as file:
+            return file.read(limit + 1), os.fstat(file.fileno())
+    except OSError as cause:
+        raise error(f"{path}: {cause.strerror}") from cause
+
+
+def parse_toml(
+    path: str, data: bytes, limit: int, error: Callable[[str], UsageError]
+) -> dict[str, Any]:
+    """The tables of a file of TOML; raises an `error` for any other, and for a larger one."""
+    import tomllib
+
+    if len(data) > limit:
+        raise error(f"{path}: the file has more than {limit:,} bytes")
+    try:
+        return tomllib.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path} is no TOML: {cause}") from cause
 
 
 def _settings(

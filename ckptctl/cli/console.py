@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from ckptctl.cli.rendering import Line
+from ckptctl.cli.rendering import Line, Style
 from ckptctl.formatting import safe, size
 from ckptctl.storage.waiting import operation_in_flight, start_daemon
-from ckptctl.symbols import Style
 
 if TYPE_CHECKING:
     from rich.console import Console, OverflowMethod

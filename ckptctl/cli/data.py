@@ -8,11 +8,10 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.options import OfNames
 from ckptctl.cli.output import Output, document_of
-from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded
+from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, padded
 from ckptctl.formatting import counted, safe
 from ckptctl.goodput.data_use import FIRST_IDS, DataUse, EpochState, EpochUse
 from ckptctl.options import Parameter, StorageOptions
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl data /shared/ckpt/run-1234",

@@ -7,11 +7,10 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.options import OfNames
 from ckptctl.cli.output import Output, document_of
-from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, section
+from ckptctl.cli.rendering import EMPTY, Line, Style, StyledText, line, next_line, section
 from ckptctl.formatting import counted
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.resharding.results import Diff, Difference
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl diff /shared/ckpt/run-1234@1200 /shared/ckpt/run-1235@1200",

@@ -13,6 +13,7 @@ from ckptctl.cli.rendering import (
     EMPTY,
     SEVERITY_STYLES,
     Line,
+    Style,
     StyledText,
     line,
     next_line,
@@ -23,7 +24,6 @@ from ckptctl.diagnostics.advice import Advice, Diagnosis
 from ckptctl.findings import Severity
 from ckptctl.formatting import counted, listed
 from ckptctl.options import Parameter, StorageOptions
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl doctor train.sbatch",

@@ -190,14 +190,19 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "LossLevel": ("smallest_jump",),
     "Trial": ("passed",),
     "LossReport": ("next_command",),
+    "Preflight": ("path", "step", "reason"),
+    "Scan": ("roots", "chosen", "exit_code", "message", "reason"),
     "Comparison": ("is_equal",),
 }
-# Fields that documents leave out: rows of a log by the thousand, what chooses the next command.
+# Fields that documents leave out: rows of a log by the thousand, what chooses the next command,
+# what other fields show.
 _WITHOUT: Mapping[str, frozenset[str]] = {
     "LoggedResume": frozenset({"before", "overwritten", "after", "history"}),
     "TrainState": frozenset({"tensor_keys"}),
     "PruneDecision": frozenset({"remedy"}),
+    "Finding": frozenset({"unmet"}),
     "PassedOver": frozenset({"cause"}),
+    "Scan": frozenset({"pick"}),
 }
 OBJECTS = frozenset({"digests", "bytes_by_kind", "facts", "refused"})
 """Fields that hold pairs, and are an object in JSON."""

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 
 from msgspec import Meta
 
-from ckptctl.cli import exit_codes
+from ckptctl.cli.commands import exit_codes, explanations
 from ckptctl.cli.documents import DOCUMENTS, OBJECTS, DocumentKind, field_names
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
@@ -140,8 +140,8 @@ def _makers() -> Mapping[str, Callable[[], Page]]:
     return {
         **{code: partial(_finding_page, code) for code in sorted(CODES)},
         **{verdict.value: partial(_verdict_page, verdict) for verdict in Verdict},
-        **{word: partial(_loss_verdict_page, word) for word in exit_codes.LOSS_VERDICTS},
-        **{str(number): partial(_exit_code_page, number) for number in exit_codes.EXIT_CODES},
+        **{word: partial(_loss_verdict_page, word) for word in explanations()["loss-verdicts"]},
+        **{str(number): partial(_exit_code_page, number) for number in exit_codes()},
         **{cause.name: partial(_cause_page, cause) for cause in causes},
         **{name: partial(_check_page, name) for name in CHECKS},
     }
@@ -176,7 +176,7 @@ def _of_loss(code: str) -> str:
 def _verdict_page(verdict: Verdict) -> Page:
     codes = sorted(code for code, meaning in CODES.items() if meaning.verdict is verdict)
     exits = f"`ckptctl verify` exits with {verdict.exit_code}."
-    return _page_of_verdict(verdict.value, exit_codes.VERDICTS[verdict.value], exits, codes)
+    return _page_of_verdict(verdict.value, explanations()["verdicts"][verdict.value], exits, codes)
 
 
 def _page_of_verdict(word: str, means: str, exits: str, codes: Sequence[str]) -> Page:
@@ -194,11 +194,11 @@ def _loss_verdict_page(word: str) -> Page:
     if verdict is LossVerdict.NO_JUMP:
         exits += f", with `--strict` {verdict.exit_code(strict=True)}"
     codes = [code for code, forced in FORCES.items() if forced is verdict]
-    return _page_of_verdict(word, exit_codes.LOSS_VERDICTS[word], f"{exits}.", codes)
+    return _page_of_verdict(word, explanations()["loss-verdicts"][word], f"{exits}.", codes)
 
 
 def _exit_code_page(number: int) -> Page:
-    code = exit_codes.EXIT_CODES[number]
+    code = exit_codes()[number]
     lines = [f"# exit code {number}: {code.title}", "", code.advice]
     lines += ["", f"Retry: {code.retry}."]
     return Page(str(number), "exit-code", code.title, "\n".join(lines))

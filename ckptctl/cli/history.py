@@ -10,13 +10,12 @@ from typing import Annotated
 import ckptctl
 from ckptctl.cli.options import MetricsOpt
 from ckptctl.cli.output import Output, document_of
-from ckptctl.cli.pictures import glyph
+from ckptctl.cli.pictures import Symbol, glyph
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, padded
 from ckptctl.formatting import counted, duration, listed, percent
 from ckptctl.goodput.history import RootHistory, RunHistory
 from ckptctl.goodput.timeline import BUCKETS, Goodput, Mtbf, PastAttempt
 from ckptctl.options import Parameter, StorageOptions
-from ckptctl.symbols import Symbol
 
 EXAMPLES = (
     "ckptctl history /shared/ckpt/run-1234",

@@ -13,6 +13,7 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
+    Style,
     StyledText,
     finding_lines,
     line,
@@ -37,7 +38,6 @@ from ckptctl.loss.verdict import Assessment, LossVerdict
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.storage.logs import STDIN
 from ckptctl.storage.opening import local_path, parent_url
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl loss train.log",

@@ -15,10 +15,9 @@ from ckptctl.cli.documents import error_document
 from ckptctl.cli.output import MakeDocument, Output
 from ckptctl.cli.rendering import line
 from ckptctl.distributed.commands import run_bounded
-from ckptctl.errors import CkptctlError, OptionError
+from ckptctl.errors import CkptctlError, OptionError, Unknown, guarded
 from ckptctl.formatting import counted
 from ckptctl.redaction import redacted_values
-from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -9,15 +9,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptctl.claims import Claim, ClaimName, ClaimState
-from ckptctl.cli.rendering import Line, StyledText, line
+from ckptctl.cli.rendering import Line, Style, StyledText, line
 from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.formatting import counted
 from ckptctl.model import Level
-from ckptctl.symbols import LACKING, VERIFIED, Symbol
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """How one state is drawn, and the word for it."""
+
+    glyph: str
+    ascii: str
+    style: Style
+    word: str
+
+
+LACKING = "lacking"
+VERIFIED = "verified"
+
+# Worst first, as `Verdict` has it; a step that is whole but lacks what was asked
+# for comes before the good ones.
+STEP_MARKS: Mapping[str, Symbol] = {
+    Verdict.UNSAFE.value: Symbol("⊘", "U", "bad", "unsafe"),
+    Verdict.UNKNOWN.value: Symbol("?", "?", "warn", "unknown"),
+    Verdict.CHANGED.value: Symbol("∆", "c", "warn", "changed"),
+    Verdict.CORRUPT.value: Symbol("✗", "X", "bad", "corrupt"),
+    Verdict.INCOMPLETE.value: Symbol("!", "!", "bad", "incomplete"),
+    Verdict.IN_PROGRESS.value: Symbol("⋯", "~", "warn", "in-progress"),
+    Verdict.UNVERIFIABLE.value: Symbol("◌", "u", "warn", "unverifiable"),
+    Verdict.REJECTED.value: Symbol("⨯", "R", "bad", "rejected"),
+    Verdict.SUPERSEDED.value: Symbol("»", "S", "warn", "superseded"),
+    LACKING: Symbol("◒", "-", "warn", "lacks state"),
+    Verdict.COMPLETE.value: Symbol("◇", "=", "good", "complete, not all proven"),
+    VERIFIED: Symbol("✓", "+", "good", "complete, every byte verified"),
+}
 
 MAX_CELLS = 64
 """A row of ranks is never longer: more cells cannot be distinguished."""
@@ -61,8 +92,8 @@ _PROVE_NOTHING = frozenset({"record.no-crc", "record.transformed", "format.no-ch
 """Notes on shards whose bytes no checksum of theirs proves."""
 
 
-def step_state(report: Report, *, passed_over: bool = False) -> str:
-    """The key of a step in `STEP_MARKS`; `passed_over`: `pick` refused it.
+def step_state(report: Report, *, is_lacking: bool = False) -> str:
+    """The key of a step in `STEP_MARKS`; `is_lacking`: it lacks what other steps have.
 
     A step without an optimizer is never shown as a good one: a resume would reset it.
     """
@@ -70,7 +101,7 @@ def step_state(report: Report, *, passed_over: bool = False) -> str:
     if report.verdict is not Verdict.COMPLETE:
         return verdict
     held = report.state.held
-    if passed_over or not report.usable or (held and "optimizer" not in held):
+    if is_lacking or not report.usable or (held and "optimizer" not in held):
         return LACKING
     return verdict if not_proven(report, CLAIMED_BY_VERIFIED) else VERIFIED
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
 
 import ckptctl
+from ckptctl.cli.config import parse_toml, read_small
 from ckptctl.cli.options import (
     AllowFreshOpt,
     CreateOpt,
@@ -17,15 +17,13 @@ from ckptctl.cli.options import (
     RootsArg,
 )
 from ckptctl.cli.output import Output, document_of, process_group
-from ckptctl.cli.rendering import Line, StyledText, line, next_line, padded, refused_lines
+from ckptctl.cli.rendering import Line, Style, StyledText, line, next_line, padded, refused_lines
 from ckptctl.errors import OptionError, OwnFileUnreadable, UsageError
 from ckptctl.formats.own.contract import MAX_CONTRACT_BYTES, Terms, terms_of
 from ckptctl.formats.own.files import parsed
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
-from ckptctl.storage.shared_places import open_named
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "CKPT=$(ckptctl preflight /shared/ckpt/run-1234) || exit $?",
@@ -173,24 +171,16 @@ def preflight(
 
 def stated_in(path: str) -> Terms:
     """The terms that a file of TOML, or of JSON by its name, states."""
-    import tomllib
-
+    error = partial(OptionError, "--contract")
     try:
-        with os.fdopen(open_named(path), "rb") as file:
-            data = file.read(MAX_CONTRACT_BYTES + 1)
-        if len(data) > MAX_CONTRACT_BYTES:
-            raise OptionError("--contract", f"{path} has more than {MAX_CONTRACT_BYTES:,} bytes")
+        data, _ = read_small(path, MAX_CONTRACT_BYTES, error)
         if path.endswith(".json"):
             return terms_of(parsed(data, MAX_CONTRACT_BYTES, numbers="finite"))
-        return terms_of(tomllib.loads(data.decode("utf-8-sig")))
-    except OSError as error:
-        raise OptionError("--contract", f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise OptionError("--contract", f"{path} is no TOML: {error}") from error
+        return terms_of(parse_toml(path, data, MAX_CONTRACT_BYTES, error))
     except OptionError:
         raise
-    except (OwnFileUnreadable, UsageError) as error:
-        raise OptionError("--contract", f"{path}: {error.message}") from error
+    except (OwnFileUnreadable, UsageError) as cause:
+        raise error(f"{path}: {cause.message}") from cause
 
 
 def parse_launchers(given: list[str] | None, timeout_s: float) -> tuple[Launcher, ...]:

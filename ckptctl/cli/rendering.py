@@ -10,15 +10,18 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptctl.findings import Finding, Report, Severity
 from ckptctl.formatting import counted, listed, safe
 from ckptctl.model import TrainState, WorldSize
-from ckptctl.symbols import Style
 
 if TYPE_CHECKING:
     from ckptctl.selection.picking import Pick
+
+
+Style = Literal["", "good", "warn", "bad", "strong", "name", "command", "code"]
+"""A `command` is to be run next, with the caller's options; `code` stays as it is."""
 
 
 class StyledText(NamedTuple):

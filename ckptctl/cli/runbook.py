@@ -17,6 +17,7 @@ from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
+    Style,
     StyledText,
     line,
     next_line,
@@ -48,7 +49,6 @@ from ckptctl.runbook.record import is_argument
 from ckptctl.runbook.running import How, Ran, run_runbook
 from ckptctl.runbook.transcript import TRANSCRIPT, write_transcript
 from ckptctl.storage.opening import local_path
-from ckptctl.symbols import Style
 
 EXAMPLES = (
     "ckptctl runbook run rb-7 /shared/ckpt/run-1234 --set LOG=train.log",

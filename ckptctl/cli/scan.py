@@ -15,6 +15,8 @@ from ckptctl.claims import ClaimName
 from ckptctl.cli.options import MetricsOpt, OfStep, OptionalRootOpt, RootsArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
+    LACKING,
+    STEP_MARKS,
     claim_glyphs,
     claims_legend,
     glyph,
@@ -24,6 +26,7 @@ from ckptctl.cli.pictures import (
 from ckptctl.cli.rendering import (
     EMPTY,
     Line,
+    Style,
     StyledText,
     finding_lines,
     line,
@@ -36,9 +39,8 @@ from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
 from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
-from ckptctl.selection.choosing import KINDS_THAT_COUNT
+from ckptctl.selection.choosing import KINDS_THAT_COUNT, NoStepReason, PassedOver
 from ckptctl.selection.picking import NEWEST, Scan
-from ckptctl.symbols import LACKING, STEP_MARKS, Style
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
@@ -90,21 +92,21 @@ class _Shown:
     def __init__(self, out: Output, roots: tuple[str, ...]) -> None:
         self._out = out
         self._roots = roots if len(roots) > 1 else ()
-        self._waiting: list[tuple[Report, str | None]] = []
+        self._waiting: list[tuple[Report, PassedOver | None]] = []
         self._table: StepTable | None = None
         self._above: Report | None = None
 
-    def on_report(self, report: Report, is_chosen: bool, reason: str | None) -> None:
+    def on_report(self, report: Report, is_chosen: bool, over: PassedOver | None) -> None:
         """One more step was inspected."""
         if not self._out.talks:
             return
         if self._table is None:
-            self._waiting.append((report, reason))
+            self._waiting.append((report, over))
         if is_chosen:
             self._out.lines(chosen_lines(report))
             self._begin(report.url)
         elif self._table is not None:
-            self._row(self._table, report, reason)
+            self._row(self._table, report, over)
         else:
             self._out.progress(f"{counted(len(self._waiting), 'step')} inspected")
 
@@ -128,11 +130,11 @@ class _Shown:
         table = StepTable(first, chosen, time.time(), out.width, out.unicode, self._roots)
         self._table = table
         self._out.lines(table.head())
-        for report, reason in self._waiting:
-            self._row(table, report, reason)
+        for report, over in self._waiting:
+            self._row(table, report, over)
 
-    def _row(self, table: StepTable, report: Report, reason: str | None) -> None:
-        self._out.lines(table.row(report, reason, self._above))
+    def _row(self, table: StepTable, report: Report, over: PassedOver | None) -> None:
+        self._out.lines(table.row(report, over, self._above))
         self._above = report
 
 
@@ -196,14 +198,15 @@ class StepTable:
         yield line(" ", *self._cells(cells, ""))
 
     def row(
-        self, report: Report, passed_over: str | None = None, above: Report | None = None
+        self, report: Report, over: PassedOver | None = None, above: Report | None = None
     ) -> Iterator[Line]:
         """One step: a row, and its reason beside or below it.
 
-        `passed_over` is why `pick` refused it, None where it did not. What the step of the row
+        `over` is why `pick` refused it, None where it did not. What the step of the row
         above lacks as well is not repeated where it takes a line of its own.
         """
-        state = step_state(report, passed_over=passed_over is not None)
+        is_lacking = over is not None and over.word is NoStepReason.STATE_MISSING
+        state = step_state(report, is_lacking=is_lacking)
         words = state_words(report.state)
         cells = (
             step_name(report),
@@ -227,7 +230,7 @@ class StepTable:
             below = "" if repeats else words
             row = line(shown, *self._cells((*cells, short), mark.style), *pointer)
         complete = report.verdict is Verdict.COMPLETE
-        reason = passed_over if passed_over and complete else reason_of(report)
+        reason = over.reason if over is not None and complete else reason_of(report)
         beside = line(*row.spans, "  ", reason) if reason else row
         if not below and (self.width is None or beside.width <= self.width):
             yield beside

@@ -16,6 +16,8 @@ from ckptctl.cli.options import LevelOpt, StepArg
 from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
     CLAIMED_BY_VERIFIED,
+    LACKING,
+    STEP_MARKS,
     claim_lines,
     glyph,
     map_of_ranks,
@@ -40,7 +42,6 @@ from ckptctl.model import Level
 from ckptctl.options import ContentOptions, Requirements, StorageOptions
 from ckptctl.records.byte_pass import Stop
 from ckptctl.selection.targets import parse_target
-from ckptctl.symbols import LACKING, STEP_MARKS
 
 EXAMPLES = (
     "ckptctl verify /shared/ckpt/run-1234/step_1200",

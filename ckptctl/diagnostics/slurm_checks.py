@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ckptctl.deadlines import Deadline
 from ckptctl.diagnostics.advice import Advice, advice_of
 from ckptctl.diagnostics.slurm_script import (
     Script,
@@ -25,6 +24,7 @@ from ckptctl.diagnostics.slurm_script import (
     trap_of,
 )
 from ckptctl.findings import Severity
+from ckptctl.logs.log_lines import Deadline
 from ckptctl.outside_numbers import clamped
 
 _LEAST_NOTICE_S = 60

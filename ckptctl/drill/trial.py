@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl import markup
 from ckptctl.drill.job import DrillJob, LoggedSteps, Rank, TrialFailed
 from ckptctl.formats.own.run_events import BeganEvent
-from ckptctl.formatting import duration, safe
+from ckptctl.formatting import duration, markdown_code, markdown_row, safe
 from ckptctl.loss.checking import check_loss
 from ckptctl.model import ExitCode, NextCommand, NonNegative
 from ckptctl.runbook.engine import EXIT_OVERRIDDEN
@@ -578,10 +577,10 @@ def details(trial: Trial) -> Iterator[str]:
 def as_markdown(found: Drilled) -> str:
     """The report as Markdown."""
     lines = [f"# Drill: {found.message}", ""]
-    lines += [f"- {name}: {markup.code(text)}" for name, text in facts(found)]
+    lines += [f"- {name}: {markdown_code(text)}" for name, text in facts(found)]
     headings, *cells = rows(found)
-    lines += ["", markup.row(*headings), markup.row(*["---"] * len(headings))]
-    lines += [markup.row(*each) for each in cells]
+    lines += ["", markdown_row(*headings), markdown_row(*["---"] * len(headings))]
+    lines += [markdown_row(*each) for each in cells]
     for trial in found.trials:
         lines += [
             "",

@@ -20,7 +20,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.distributed.launcher import expand
-from ckptctl.errors import UsageError
+from ckptctl.errors import Unknown, UsageError, guarded
 from ckptctl.failures.matching import LogReader
 from ckptctl.failures.rank_dumps import Stall, compare_dumps, compared, evidence_of, ranks_listed
 from ckptctl.failures.reading import Read, read_logs
@@ -39,7 +39,6 @@ from ckptctl.failures.results import (
 from ckptctl.failures.rules import FOLLOWING
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import MOST, clamped, whole
-from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from ckptctl.deadlines import Deadline
+from ckptctl.errors import Unknown, guarded
 from ckptctl.failures.rank_dumps import StackReader, in_library
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
@@ -28,6 +28,7 @@ from ckptctl.logs.log_lines import (
     FRAME,
     MAX_RANK,
     WARNING,
+    Deadline,
     LogLine,
     clock_of,
     split_traceback,
@@ -35,7 +36,6 @@ from ckptctl.logs.log_lines import (
 )
 from ckptctl.outside_numbers import clamped, finite, whole
 from ckptctl.storage.logs import MAX_MATCHED
-from ckptctl.unexpected import Unknown, guarded
 
 T = TypeVar("T")
 

@@ -16,8 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ckptctl.deadlines import Deadline
-from ckptctl.errors import BinaryData, CkptctlError, PathNotFound, PathUntrusted, StorageError
+from ckptctl.errors import (
+    BinaryData,
+    CkptctlError,
+    PathNotFound,
+    PathUntrusted,
+    StorageError,
+    Unknown,
+    guarded,
+)
 from ckptctl.failures.matching import LogReader, folded
 from ckptctl.failures.rank_dumps import (
     MAX_BYTES,
@@ -31,6 +38,7 @@ from ckptctl.failures.rank_dumps import (
 )
 from ckptctl.failures.results import Evidence
 from ckptctl.failures.scope import placed, scope_of
+from ckptctl.logs.log_lines import Deadline
 from ckptctl.logs.sources import changed_s, log_blocks
 from ckptctl.options import StorageOptions
 from ckptctl.storage.logs import (
@@ -41,7 +49,6 @@ from ckptctl.storage.logs import (
 )
 from ckptctl.storage.opening import local_path
 from ckptctl.storage.shared_places import FoundIn, owner_of
-from ckptctl.unexpected import Unknown, guarded
 
 _SAME_JOB_S = 3600.0
 """A log and a dump beside it belong to one job if written within this time."""

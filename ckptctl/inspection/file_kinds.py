@@ -58,7 +58,7 @@ _MAX_KEPT = 8
 """So many steps have their files and families kept: each is compared with several others."""
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ComparedStep(msgspec.Struct, frozen=True):
     """A step with those beside it, and what the comparison showed of its files."""
 
     opened: OpenStep
@@ -75,7 +75,7 @@ class Compared(msgspec.Struct, frozen=True):
             if family.key not in self.outputs
         )
 
-    def closer(self) -> Compared:
+    def closer(self) -> ComparedStep:
         """The same with the windows and the files of evaluations that the steps beside show.
 
         Cost: the listings of two steps on each side, and the pickle of a file of each family.
@@ -91,7 +91,7 @@ class Compared(msgspec.Struct, frozen=True):
         outputs = frozenset(
             key for key, (step, path) in examples.items() if is_of_evaluation(step, path)
         )
-        return Compared(self.opened, frozenset(windows), outputs)
+        return ComparedStep(self.opened, frozenset(windows), outputs)
 
 
 _LEAST_MOVES = 2
@@ -310,7 +310,7 @@ def lost_first(opened: OpenStep) -> Finding | None:
     return _lost_files(opened, lost, "a further one of its kind implies") if lost else None
 
 
-def lost_index(compared: Compared, families: Collection[Family]) -> Finding | None:
+def lost_index(compared: ComparedStep, families: Collection[Family]) -> Finding | None:
     """The finding for an index that the step beside has, of files that both have.
 
     Cost: none without a family; else the listing of the nearest step.

@@ -30,14 +30,15 @@ from ckptctl.findings import (
     CODES,
     EXIT_DENIED,
     EXIT_LINKED,
-    EXIT_STATE_MISSING,
     EXIT_WORLD_SIZE,
     NEVER_FINISHED,
     NOTHING_PROVEN,
+    UNMET_EXIT_CODES,
     Finding,
     Report,
     Verdict,
     in_order,
+    unmet_in,
     verdict_of,
 )
 from ckptctl.formats.frameworks import layouts
@@ -64,7 +65,7 @@ from ckptctl.inspection.stages import (
 )
 from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import check_required
-from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, TrainState, WorldSize
+from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, WorldSize
 from ckptctl.options import Requirements
 from ckptctl.storage.contract import ShortRead, StoreKind
 
@@ -259,9 +260,8 @@ def _report(
         if requirements.world_size is None:
             findings += check_bound(step.parts, step.url)
         else:
-            findings += check_world_size(
-                step.parts, state, saved, requirements.world_size, step.url
-            )
+            wanted, require = requirements.world_size, requirements.require
+            findings += check_world_size(step.parts, state, saved, wanted, step.url, require)
     verdict = verdict_of(findings)
     metadata = [(part, one) for part in parts for one in part.metadata]
     files = [file for file in step.files if not is_own(file.path)]
@@ -271,7 +271,7 @@ def _report(
         number=step.number,
         layout=step.layout,
         verdict=verdict,
-        exit_code=_exit_code(verdict, findings, state, requirements),
+        exit_code=_exit_code(verdict, findings),
         level=context.level,
         findings=in_order(findings),
         state=state,
@@ -378,26 +378,19 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
     )
 
 
-def _exit_code(
-    verdict: Verdict, findings: Sequence[Finding], state: TrainState, requirements: Requirements
-) -> int:
+def _exit_code(verdict: Verdict, findings: Sequence[Finding]) -> int:
     if verdict is Verdict.UNKNOWN:
         codes = {finding.code for finding in findings}
         if "step.linked" in codes:
             return EXIT_LINKED
         return EXIT_DENIED if "step.denied" in codes else verdict.exit_code
-    codes = {finding.code for finding in findings}
-    lost = next((f.where for f in findings if f.code == "state.lost"), "").split(", ")
-    fixed = "world-size.fixed" in codes or not set(lost).isdisjoint(requirements.require)
-    if verdict is Verdict.UNVERIFIABLE and fixed:
-        return EXIT_WORLD_SIZE
-    if verdict is not Verdict.COMPLETE:
-        return verdict.exit_code
-    if fixed:
-        return EXIT_WORLD_SIZE
-    if any(kind not in state.held for kind in requirements.require):
-        return EXIT_STATE_MISSING
-    return 0
+    unmet = unmet_in(findings)
+    code = 0 if unmet is None else UNMET_EXIT_CODES[unmet.code]
+    # An option accepts what is unverifiable, and none what cannot be loaded.
+    loads = code != EXIT_WORLD_SIZE
+    if verdict is Verdict.COMPLETE or (verdict is Verdict.UNVERIFIABLE and not loads):
+        return code
+    return verdict.exit_code
 
 
 _SEAL = "seal"
@@ -446,9 +439,7 @@ def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
     )
     yield _identity(opened, context)
     yield _state(context)
-    yield context.branch or Claim.unknown(
-        ClaimName.BRANCH, "the other steps of the root were not compared", None
-    )
+    yield Claim.unknown(ClaimName.BRANCH, "the other steps of the root were not compared", None)
 
 
 def _whole(opened: OpenStep, context: StageContext) -> Claim:

@@ -349,7 +349,7 @@ def _compared(opened: OpenStep, part: OpenPart, scanned: Mapping[str, Values]) -
     yield from _fallen(opened, part, before, doubted)
 
 
-class _Reader(Caller):
+class _TensorReader(Caller):
     """Reads the first elements of chunks in the records of one step."""
 
     def __init__(self, part: OpenPart, metadata: Metadata, folder: str) -> None:
@@ -401,8 +401,8 @@ def _fallen(
     are not compared. Cost: two short reads of up to `N_COMPARED` records in both steps.
     """
     folder = before.opened.in_store(part.path) if part.path else before.opened.folder
-    now = _Reader(part, part.metadata[0], part.folder)
-    then = _Reader(part, before.metadata, folder)
+    now = _TensorReader(part, part.metadata[0], part.folder)
+    then = _TensorReader(part, before.metadata, folder)
     try:
         if any(mark.word is MarkKind.SUPERSEDED for mark in before.opened.marks[0]):
             return  # the run did not go on from there
@@ -459,7 +459,7 @@ def _place(entry: TensorEntry, number: int) -> tuple[tuple[int, ...], tuple[int,
     return entry.chunks.offsets_of(number), entry.chunks.sizes_of(number)
 
 
-def _least_decay(reader: _Reader) -> float | None:
+def _least_decay(reader: _TensorReader) -> float | None:
     """The least decay of means of squares in the options of the optimizers; None without any."""
     names = [fqn for fqn in reader.metadata.bytes_entries if _last(fqn) == "betas"]
     found = [reader.value(fqn) for fqn in _spread(names)]

@@ -90,14 +90,14 @@ class PickleInspection:
 
 
 def inspect_pickles(
-    opened: OpenStep, allowed: Iterable[str], *, is_deep: bool, is_local: bool
+    opened: OpenStep, allowed: Iterable[str], *, is_deep: bool, reads_files: bool
 ) -> PickleInspection:
     """Read the pickles of a step, as far as the level reads them.
 
     Storage errors pass through. Cost: of each bytes entry, rank file and other file its head and
     its tail, merged as `open_records` does, and the rest of a pickle that is longer.
     """
-    reader = _Reader(opened)
+    reader = _PickleReader(opened)
     for part in opened.parts:
         if part.part.format in SHARDED:
             reader.read_part(part, read=is_deep)
@@ -113,7 +113,7 @@ def inspect_pickles(
     if opened.beside is not None and opened.beside.file.size:
         archives.append(opened.beside.file)
     reader.read_files(archives, read=is_deep)
-    reader.read_files(others[:MAX_OTHER_FILES], read=is_deep or is_local)
+    reader.read_files(others[:MAX_OTHER_FILES], read=reads_files)
     reader.n_unread += len(others[MAX_OTHER_FILES:])
     return reader.result(frozenset(allowed))
 
@@ -131,7 +131,7 @@ def _files_to_read(opened: OpenStep) -> Sequence[FileInfo]:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _PickleReader:
     """What was read of the pickles of one step so far."""
 
     opened: OpenStep

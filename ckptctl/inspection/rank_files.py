@@ -452,13 +452,18 @@ def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Find
 
 
 def check_world_size(
-    parts: Sequence[Part], state: TrainState, saved: WorldSize | None, wanted: int, url: str
+    parts: Sequence[Part],
+    state: TrainState,
+    saved: WorldSize | None,
+    wanted: int,
+    url: str,
+    require: Collection[str] = (),
 ) -> Iterator[Finding]:
     """Yield what loading at `wanted` ranks needs, or what it would lose.
 
     `world-size.fixed` where it cannot be loaded, `state.lost` for state that exists
-    once per rank, `world-size.differs` where DCP reshards while loading. Nothing
-    where the step was written by as many ranks.
+    once per rank, `world-size.differs` where DCP reshards while loading. What is lost of the
+    kinds in `require` is `unmet`. Nothing where the step was written by as many ranks.
     """
     if saved is not None and saved.size == wanted and not saved.at_least:
         return
@@ -479,6 +484,7 @@ def check_world_size(
             f"{listed(lost)} {verb(len(lost), 'exists', 'exist')} once per rank ({counts}) and "
             f"cannot be restored on {wanted} ranks: data would be repeated or skipped",
             next_command=command_line("show", url),
+            unmet=not set(lost).isdisjoint(require),
         )
     written = _count(saved)
     yield Finding(
@@ -554,6 +560,7 @@ def _fixed(part: Part, saved: WorldSize | None, wanted: int, url: str) -> Findin
         expected=f"{wanted} ranks",
         found=_count(saved),
         next_command=next_command,
+        unmet=True,
     )
 
 

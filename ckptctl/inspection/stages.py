@@ -115,7 +115,6 @@ class StageContext:
     identity: Claim | None = None
     wholeness: Wholeness | None = None
     one_save: Claim | None = None
-    branch: Claim | None = None
     reads_files: bool = False
     contents: Mapping[str, object] = field(default_factory=dict)
     copies: Collection[str] = ()
@@ -129,6 +128,15 @@ class StageContext:
     def places(self, code: str) -> set[str]:
         """Where the findings of a code are."""
         return {finding.where for finding in self.findings if finding.code == code}
+
+    def reads_small_files(self, opened: OpenStep) -> bool:
+        """Whether small files are read at this level: each is a request on an object store."""
+        return self.is_deep or opened.store.kind is not StoreKind.OBJECT
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The faults that were found so far."""
+        return [finding for finding in self.findings if finding.severity is Severity.FAULT]
 
 
 Stage = Callable[[OpenStep, StageContext], Iterable[Finding]]
@@ -261,7 +269,7 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     n_ranks = context.requirements.saved_world_size
     context.wholeness = decide_whole(opened, n_ranks, is_deep=context.is_deep)
     sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
-    faults = {one.where for one in context.findings if one.severity is Severity.FAULT}
+    faults = {fault.where for fault in context.faults}
     for finding in context.wholeness.findings:
         # The metadata of a sharded part states what the save consists of.
         if finding.where not in faults and not (sharded and finding.code == "format.unlisted"):
@@ -270,7 +278,7 @@ def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def gone(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the kinds of files with those of the steps before; a seal names those of its step."""
-    if context.notes.seal is None and not _has_fault(context.findings):
+    if context.notes.seal is None and not context.faults:
         yield from check_gone(opened)
 
 
@@ -294,25 +302,25 @@ def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         opened,
         context.requirements.allow_globals,
         is_deep=context.is_deep,
-        is_local=opened.store.kind is not StoreKind.OBJECT,
+        reads_files=context.reads_small_files(opened),
     )
     yield from context.pickles.findings
 
 
 def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find the train state, in the entries and in the files beside the shards."""
-    # A request for each file on an object store: there they wait for a deeper level, or
-    # for a reason.
+    # On an object store they wait for a deeper level, or for a reason.
     step, sidecars = opened.step, sidecars_of(opened.step)
-    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
-    is_cheap = is_cheap or any(claims_further(step, part.own_number) for part in opened.parts)
+    is_cheap = context.reads_small_files(opened) or any(
+        claims_further(step, part.own_number) for part in opened.parts
+    )
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
     contents = _tensors_in_headers(opened)
     if opened.beside is not None:
         sidecars = (*sidecars, opened.beside.file)
         if opened.beside.content is not None:
             contents[opened.beside.file.path] = opened.beside.content
-    damaged = {one.where for one in context.findings if one.severity is Severity.FAULT}
+    damaged = {fault.where for fault in context.faults}
     mapped = context.requirements.state_map
     rank_files = (part for part in opened.parts if part.part.format is PartFormat.RANK_FILES)
     unnamed = [
@@ -383,17 +391,19 @@ def notes(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the step with its seal, and read the marks on it."""
     asked = context.requirements.require_seal or context.requirements.marks is not None
     if asked or any(layouts.is_own(file.path) for file in opened.files):
-        faults = [one.where for one in context.findings if one.severity is Severity.FAULT]
+        faults = frozenset(fault.where for fault in context.faults)
         binds = context.level is Level.CONTENT
-        context.notes = read_notes(opened, context.requirements, frozenset(faults), binds=binds)
+        context.notes = read_notes(opened, context.requirements, faults, binds=binds)
         yield from context.notes.findings
 
 
 def identity(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare what the train state and the optimizer count with the number in the name."""
     step = context.state.step
-    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
-    found, context.identity = decide_identity(opened, step, count_of, reads_optimizer=is_cheap)
+    reads_optimizer = context.reads_small_files(opened)
+    found, context.identity = decide_identity(
+        opened, step, count_of, reads_optimizer=reads_optimizer
+    )
     # A file that another step left here explains the count, but for one of that whole step.
     named = number_in_metadata(opened)
     is_whole = named is not None and step.value is not None and abs(named - step.value) <= 1
@@ -436,7 +446,7 @@ def one_save(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def lost_weights(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find NaN in the weights of a step whose own log ends with a loss of 0, NaN or infinity."""
-    is_cheap = context.is_deep or opened.store.kind is not StoreKind.OBJECT
+    is_cheap = context.reads_small_files(opened)
     sound = all(part.path in context.readable for part in opened.parts)
     if opened.step.layout == "transformers" and is_cheap and sound and not context.notes.accepted:
         from ckptctl.inspection.optimizer_state import check_weights
@@ -538,7 +548,7 @@ def archived(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     shows one; else a read of one byte of each such file of a step without a fault.
     """
     held = [file for file in opened.files if file.archived and layouts.is_saved(file.path)]
-    if not held or _has_fault(context.findings):
+    if not held or context.faults:
         return
     spans = (Span(opened.in_store(file.path), 0, 1) for file in held if file.size)
     try:
@@ -562,7 +572,7 @@ def unchanged(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     At `listing` only a fault depends on that: metadata that is newer than the sizes of the files.
     An unfinished save shows in the listing alone.
     """
-    faults = {one.code for one in context.findings if one.severity is Severity.FAULT}
+    faults = {fault.code for fault in context.faults}
     if context.is_deep or (context.confirm and faults - NEVER_FINISHED):
         yield from opened.changes()
 

@@ -292,8 +292,8 @@ def _held_by_file(
 def check_required(state: TrainState, require: Iterable[str], url: str) -> Iterator[Finding]:
     """Yield what a resume would not restore, and what it may, if it is recognized.
 
-    `require` are the kinds that the caller asked for; the messages state which of
-    them are missing. Yields one `state.missing` for the kinds that are absent, and one
+    `require` are the kinds that the caller asked for; a finding that lacks one of them is
+    `unmet`. Yields one `state.missing` for the kinds that are absent, and one
     `state.unrecognized` for the entries that may be the others.
     """
     require = [*require]
@@ -310,6 +310,7 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
             expected=listed(require) if required else listed(STATE_KINDS),
             found=listed(state.held) or "nothing",
             next_command=show,
+            unmet=bool(required),
         )
     if state.unrecognized:
         required = [kind for kind in require if kind in state.unknown]
@@ -327,6 +328,7 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
             state.unrecognized[0].where,
             message,
             next_command=show,
+            unmet=bool(required),
         )
 
 

@@ -30,7 +30,7 @@ from ckptctl.formats.manifest import MANIFEST, Manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.file_kinds import (
     SIMILAR,
-    Compared,
+    ComparedStep,
     are_alike,
     is_of_evaluation,
     kinds_of_files,
@@ -131,7 +131,7 @@ def decide_whole(
     """
     if opened.is_file:
         return Wholeness(by="one file")
-    plain = Compared(opened)
+    plain = ComparedStep(opened)
     manifest: Manifest | None = None
     if any(file.path == MANIFEST for file in opened.files):
         decoded = manifest_of(opened)
@@ -151,7 +151,7 @@ def decide_whole(
 
 
 def _check_unlisted(
-    compared: Compared,
+    compared: ComparedStep,
     manifest: Manifest | None,
     saved_world_size: int | None,
     *,
@@ -172,7 +172,7 @@ def _check_unlisted(
 
 
 def _check_families(
-    compared: Compared,
+    compared: ComparedStep,
     families: Sequence[Family],
     saved_world_size: int | None,
     stated_by: str,
@@ -251,7 +251,7 @@ def _check_families(
     return _by_content(compared, unstated, beside)
 
 
-def _known_or_beside(compared: Compared) -> str:
+def _known_or_beside(compared: ComparedStep) -> str:
     """What proves that a step without families has all its files; empty where nothing does.
 
     One file is all that there is unless each step beside has others. Cost: none where a framework
@@ -303,7 +303,7 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
     return several_worlds(step, several[0].example, several[0].key, sizes_of_key)
 
 
-def _emptied(compared: Compared, families: Sequence[Family]) -> Finding | None:
+def _emptied(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
     """The finding for a file without a byte that has some in the nearest step; None without one.
 
     Cost: none without an empty file in a family; else the listing of the nearest step.
@@ -319,7 +319,7 @@ def _emptied(compared: Compared, families: Sequence[Family]) -> Finding | None:
     return empty_file(opened.step, empty[0]) if empty else None
 
 
-def _left_of_numbered(compared: Compared, sparse: Sequence[Family]) -> Iterator[Gap]:
+def _left_of_numbered(compared: ComparedStep, sparse: Sequence[Family]) -> Iterator[Gap]:
     """Families with more holes than files of which a step beside has all numbers."""
     for family in sparse:
         for other in _beside(compared, {family.key: family}):
@@ -347,7 +347,7 @@ def _is_spaced(family: Family) -> bool:
     return len({later - number for number, later in pairwise(numbers)}) == 1
 
 
-def _beside(compared: Compared, families: Mapping[str, Family]) -> Iterator[_Beside]:
+def _beside(compared: ComparedStep, families: Mapping[str, Family]) -> Iterator[_Beside]:
     """The steps beside this one with their families, nearest first, until one has the same."""
     for other in steps_beside(compared.opened, MAX_COMPARED):
         held = {family.key: family for family in compared.families(other.step)}
@@ -382,7 +382,7 @@ def _confirms(families: Iterable[Family], other: _Beside) -> bool:
     )
 
 
-def _fuller_before(compared: Compared, families: Iterable[Family]) -> _Beside | None:
+def _fuller_before(compared: ComparedStep, families: Iterable[Family]) -> _Beside | None:
     """The nearest step before that has more files of a kind, each about as large; None without.
 
     A dead node, or a disk that is not mounted, takes the files of the same ranks from every save
@@ -438,7 +438,7 @@ def _are_in_line(counts: Mapping[int | None, int]) -> bool:
     )
 
 
-def _no_longer_growing(compared: Compared, families: Sequence[Family]) -> Iterator[Finding]:
+def _no_longer_growing(compared: ComparedStep, families: Sequence[Family]) -> Iterator[Finding]:
     """Yield `file.fewer` for families that grew from step to step until the step before.
 
     Cost: none for a family that has as many files as another, as those of ranks have; else the
@@ -572,7 +572,7 @@ def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> I
     Cost: the listings of `MAX_BEFORE` steps; where a kind has fewer files, or in an only step, the
     pickle of each file of the steps.
     """
-    compared, layout = Compared(opened), opened.step.layout
+    compared, layout = ComparedStep(opened), opened.step.layout
     named = named_families(part.files, layout)
     uncounted = [family for family in named.values() if not family.stated]
     if not uncounted or any(family.lost for family in part.grids):
@@ -696,7 +696,7 @@ def _had_more(family: Family, beside: Iterable[_Beside]) -> bool:
 
 
 def _by_content(
-    compared: Compared, families: Sequence[Family], beside: Sequence[_Beside]
+    compared: ComparedStep, families: Sequence[Family], beside: Sequence[_Beside]
 ) -> Wholeness:
     """Decide by the tensors in the files, where no name does."""
     opened = compared.opened
@@ -752,7 +752,7 @@ def _ranks_inside(opened: OpenStep, families: Sequence[Family]) -> int | None:
     return None
 
 
-def _as_many_copies(compared: Compared, families: Sequence[Family]) -> OpenStep | None:
+def _as_many_copies(compared: ComparedStep, families: Sequence[Family]) -> OpenStep | None:
     """A step beside with as many files of each family, the tensors in which are copies.
 
     A rank that holds no tensor of its own loses none, and two saves lack no file by chance.

@@ -1,12 +1,15 @@
 r"""Split logs into lines, and lines into host, rank, time, level and message.
 
 The one place for what surrounds the text of a program: line ends, terminal codes, the prefixes
-of launchers, timestamps, levels and the names of loggers.
+of launchers, timestamps, levels and the names of loggers. Patterns take linear time and lines have
+a bounded length, so a reader never reaches its `Deadline`, the net below them.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -517,3 +520,48 @@ def _from_logfmt(found: LogLine, text: str) -> LogLine:
         at_s=(_time_of(clock) if clock else None) or found.at_s,
         host=given.get("host") or found.host,
     )
+
+
+BASE_S = 20.0
+"""Seconds of the processor that any input may take."""
+BYTES_PER_S = 100_000
+"""More bytes add time at this rate; the shortest rows are read ten times as fast."""
+_CHECK_S = 0.01
+
+
+class Deadline:
+    """When a reader of outside data has to stop; its result states what was not read.
+
+    The budget is processor time of this thread, `base_s` and a second for each `bytes_per_s`
+    bytes that were read: a slow storage, a pipe that pauses and a busy machine use up none of it.
+    `limit_s` are seconds of the clock on the wall after which it passes in any case.
+    """
+
+    def __init__(
+        self,
+        limit_s: float | None = None,
+        *,
+        base_s: float = BASE_S,
+        bytes_per_s: float = BYTES_PER_S,
+    ) -> None:
+        self._until_s = math.inf if limit_s is None else time.monotonic() + limit_s
+        self._checks_at_s = -math.inf
+        self._began_s = time.thread_time()
+        self._budget_s = base_s
+        self._bytes_per_s = bytes_per_s
+        self.reached = False
+        """Whether a reader found that it has passed, and stopped."""
+
+    def extend(self, n_bytes: int) -> None:
+        """Add the time for bytes that were read."""
+        self._budget_s += n_bytes / self._bytes_per_s
+
+    def passed(self) -> bool:
+        """Whether the reader has to stop now; true from then on."""
+        now_s = time.monotonic()
+        if not self.reached and now_s >= self._checks_at_s:
+            # The processor time costs a system call, and lines are read in microseconds.
+            self._checks_at_s = min(now_s + _CHECK_S, self._until_s)
+            used_s = time.thread_time() - self._began_s
+            self.reached = used_s > self._budget_s or now_s >= self._until_s
+        return self.reached

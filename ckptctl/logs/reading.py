@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptctl.deadlines import Deadline
 from ckptctl.errors import LogUnreadable, LogWithoutLoss, OptionError, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formatting import command_line
@@ -18,6 +17,7 @@ from ckptctl.logs.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event
 from ckptctl.logs.collectors import Unwrapper
 from ckptctl.logs.console import pattern_format
 from ckptctl.logs.fields import check_keys, plain_name, with_ignored
+from ckptctl.logs.log_lines import Deadline
 from ckptctl.logs.records import TrainerState, is_document
 from ckptctl.logs.rows import Log, Marker, Row
 from ckptctl.logs.sources import changed_s, expanded, natural, rotated_base

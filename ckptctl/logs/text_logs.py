@@ -19,7 +19,6 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ckptctl.deadlines import Deadline
 from ckptctl.errors import OptionError
 from ckptctl.logs.clocks import clock_in
 from ckptctl.logs.console import (
@@ -32,7 +31,7 @@ from ckptctl.logs.console import (
     pattern_format,
 )
 from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS, LineFormat
-from ckptctl.logs.log_lines import LineSplitter, split_launcher, stamp_end
+from ckptctl.logs.log_lines import Deadline, LineSplitter, split_launcher, stamp_end
 from ckptctl.logs.records import JsonLinesReader, TableReader, has_values
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row, set_interval
 from ckptctl.outside_numbers import clamped, whole

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.errors import UsageError
+from ckptctl.formatting import svg_text
 from ckptctl.logs.rows import Row
 from ckptctl.loss.checking import LossReport
 from ckptctl.loss.level import finite
 from ckptctl.loss.verdict import Assessment, LossVerdict
-from ckptctl.markup import as_text
 from ckptctl.redaction import redacted
 from ckptctl.storage.files import replace_file
 
@@ -141,7 +141,7 @@ def _dot(x: float, y: float, radius: float, color: str, title: str, *, hollow: b
     paint = f'fill="none" stroke="{color}" stroke-width="2"' if hollow else f'fill="{color}"'
     return (
         f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" {paint}>'
-        f"<title>{as_text(title)}</title></circle>"
+        f"<title>{svg_text(title)}</title></circle>"
     )
 
 
@@ -149,7 +149,7 @@ def _text(x: float, y: float, text: str, color: str = INK, *, anchor: str = "sta
     """A text at its base line; `anchor` is `start`, `middle` or `end`."""
     return (
         f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="13" '
-        f'text-anchor="{anchor}">{as_text(text)}</text>'
+        f'text-anchor="{anchor}">{svg_text(text)}</text>'
     )
 
 
@@ -249,7 +249,7 @@ def svg_of(report: LossReport) -> str | None:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="ckptctl" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="{_FONT}" role="img">\n'
-        f"  <title>{as_text(title)}</title>\n"
+        f"  <title>{svg_text(title)}</title>\n"
         f'  <rect width="{WIDTH}" height="{HEIGHT}" fill="{BACKGROUND}"/>\n'
         f"{drawn}\n</svg>\n"
     )

@@ -18,12 +18,12 @@ import msgspec
 from ckptctl.errors import OwnFileUnreadable, PathNotFound, UsageError
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own import ledger as own
+from ckptctl.formats.own.files import ATTEMPTS_FOLDER
 from ckptctl.formatting import counted, seconds_of
 from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.segments import Boundary, Segment, Split, log_interval
 from ckptctl.model import NonNegative
 from ckptctl.options import StorageOptions
-from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
 N_BEFORE = 1_000
@@ -415,9 +415,6 @@ def _seconds(held: Sequence[Row], lost: Sequence[Row], step: int) -> float | Non
     return sum(times) / len(times) * (lost[-1].step - step) if times else None
 
 
-_ATTEMPTS = "attempts"
-
-
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
     """The content of a resume report: the root and the path of the step that was loaded."""
@@ -488,21 +485,21 @@ def read_resume_report(
     resume report.
     """
     if base_name(path).endswith(".json"):
-        folder, attempts, names = parent_url(path), "", [base_name(path)]
+        folder, attempts, files = parent_url(path), "", [base_name(path)]
     else:
-        folder, names = path, []
-        attempts = _ATTEMPTS if base_name(path) == OWN_FOLDER else f"{OWN_FOLDER}/{_ATTEMPTS}"
+        is_own = base_name(path) == OWN_FOLDER
+        folder, files = path, []
+        attempts = base_name(ATTEMPTS_FOLDER) if is_own else ATTEMPTS_FOLDER
     with open_store(folder, storage) as store:
         try:
-            names = names or _newest_in(store, attempts)
-            if not names and or_none:
+            files = files or own.report_paths(store, attempts)
+            if not files and or_none:
                 store.list_dir()  # a root that does not exist is still an error
                 return None
-            if not names:
+            if not files:
                 raise PathNotFound(folder)
-            file = f"{attempts}/{names[0]}" if attempts else names[0]
-            url = join_url(folder, file)
-            return _parsed(url, own.read_report(store, file))
+            url = join_url(folder, files[0])
+            return _parsed(url, own.read_report(store, files[0]))
         except OwnFileUnreadable as error:
             if or_none and attempts:
                 return None
@@ -514,16 +511,7 @@ def read_resume_report(
             ) from error
 
 
-def _newest_in(store: Store, attempts: str) -> list[str]:
-    """The name of the newest report in a folder; none where there is none, or no folder."""
-    try:
-        listed = [entry.path.rpartition("/")[2] for entry in store.list_dir(attempts)]
-    except PathNotFound:
-        return []
-    return sorted(name for name in listed if name.endswith(own.REPORT_SUFFIX))[-1:]
-
-
-def _parsed(url: str, report: own.ResumeReport) -> ResumeReport:
+def _parsed(url: str, report: own.ResumeFields) -> ResumeReport:
     if report.schema != own.REPORT_SCHEMA:
         raise UsageError(f"{url}: not a resume report (schema {own.REPORT_SCHEMA})")
     resume_point = None

@@ -80,10 +80,6 @@ class Preflight:
 
     root: str
     """The root as given."""
-    path: str | None
-    """The step to resume from; null where the job cannot start, or starts fresh."""
-    step: int | None
-    """Its step number."""
     checks: tuple[Check, ...]
     """The checks that ran."""
     nodes: tuple[NodeFacts, ...]
@@ -96,8 +92,21 @@ class Preflight:
     capacity: Capacity = Capacity.UNKNOWN
     """The number of ranks compared with those that saved the step. With fewer ranks a person
     decides: wait for the rest, or resume with fewer."""
-    reason: NoStepReason | None = None
-    """Why `pick` chooses no step, in one word; null where it chooses one."""
+
+    @property
+    def path(self) -> str | None:
+        """The step to resume from; null where the job cannot start, or starts fresh."""
+        return None if self.exit_code or self.pick.chosen is None else self.pick.path
+
+    @property
+    def step(self) -> int | None:
+        """Its step number."""
+        return None if self.path is None else self.pick.step
+
+    @property
+    def reason(self) -> NoStepReason | None:
+        """Why `pick` chooses no step, in one word; null where it chooses one."""
+        return self.pick.reason
 
     @property
     def chosen(self) -> str:

@@ -20,13 +20,13 @@ from ckptctl.errors import (
     LogWithoutLoss,
     OptionError,
     OwnFileUnreadable,
-    PathNotFound,
     StorageError,
 )
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER, shard_rank, train_step_of
+from ckptctl.formats.frameworks.layouts import shard_rank, train_step_of
 from ckptctl.formats.own.contract import Drift, Terms, drift, stated_by_one, terms_of
-from ckptctl.formats.own.ledger import REPORT_SUFFIX, ResumeReport, read_report
+from ckptctl.formats.own.files import ATTEMPTS_FOLDER
+from ckptctl.formats.own.ledger import ResumeFields, read_report, report_paths
 from ckptctl.formatting import command_line, counted, percent, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
@@ -367,11 +367,8 @@ def _answer(job: _Job, nodes: _Nodes, checks: tuple[Check, ...]) -> Preflight:
     failed = [one for one in checks if one.outcome is CheckOutcome.FAILED]
     worst = next((one for one in failed if one.name != "step"), failed[0] if failed else None)
     picked, n_ranks = job.picked, job.requirements.world_size
-    chosen = picked.chosen if worst is None else None
     return Preflight(
         root=job.roots.first,
-        path=None if chosen is None else chosen.url,
-        step=None if chosen is None else chosen.number,
         checks=checks,
         nodes=tuple(one for each in nodes.values() for one in each),
         pick=picked,
@@ -379,7 +376,6 @@ def _answer(job: _Job, nodes: _Nodes, checks: tuple[Check, ...]) -> Preflight:
         exit_code=0 if worst is None else worst.exit_code,
         next_command=None if worst is None else worst.next_command,
         capacity=capacity_of(n_ranks, picked.chosen),
-        reason=picked.reason,
     )
 
 
@@ -440,7 +436,6 @@ def check_capacity(world_size: int | None, source: str, chosen: Report | None) -
     return Check("capacity", CheckOutcome.WARNING, words)
 
 
-_ATTEMPTS = f"{OWN_FOLDER}/attempts"
 _MOST_RECORDS = 20
 _MOST_RANKS = 1 << 20
 
@@ -509,21 +504,18 @@ def check_writers(store: Store, chosen: Report | None) -> Check | None:
     return None
 
 
-def _resumes(store: Store) -> Iterator[tuple[str, ResumeReport | None]]:
+def _resumes(store: Store) -> Iterator[tuple[str, ResumeFields | None]]:
     """The newest resume reports, newest first, by path; None for one that cannot be read."""
     try:
-        entries = store.list_dir(_ATTEMPTS)
-    except PathNotFound:
-        return
+        paths = report_paths(store)
     except StorageError:
-        yield _ATTEMPTS, None
+        yield ATTEMPTS_FOLDER, None
         return
-    names = sorted(one.path for one in entries if one.path.endswith(REPORT_SUFFIX))
-    for name in reversed(names[-_MOST_RECORDS:]):
+    for path in paths[:_MOST_RECORDS]:
         record = None
         with suppress(StorageError, OwnFileUnreadable):
-            record = read_report(store, name)
-        yield name, record if record is not None and record.world_size is not None else None
+            record = read_report(store, path)
+        yield path, record if record is not None and record.world_size is not None else None
 
 
 def _writers(damaged: Sequence[Report], per_node: int | None) -> list[str]:

@@ -45,8 +45,7 @@ from ckptctl.formats.own.run_events import (
     without_secrets,
 )
 from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Runbook, Value, shown, used_names
-from ckptctl.storage.contract import Store, TooLarge
-from ckptctl.storage.numbered_files import NumberedFiles
+from ckptctl.storage.contract import NumberedFiles, Store, TooLarge
 from ckptctl.storage.opening import join_url
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)

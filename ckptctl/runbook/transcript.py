@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl import markup
 from ckptctl.errors import PathUntrusted, StorageError, UsageError
 from ckptctl.formats.own.run_events import (
     BeganEvent,
@@ -21,7 +20,7 @@ from ckptctl.formats.own.run_events import (
     ResumedEvent,
     without_secrets,
 )
-from ckptctl.formatting import duration, seconds_of
+from ckptctl.formatting import duration, markdown_block, markdown_code, markdown_row, seconds_of
 from ckptctl.runbook.document import shown
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.shared_places import open_folder
@@ -101,20 +100,20 @@ def _markdown(events: Sequence[Event]) -> Iterator[str]:
     yield ""
     yield from (f"- {text}" for text in _facts(events))
     yield ""
-    yield markup.row("given", "value")
-    yield markup.row("---", "---")
+    yield markdown_row("given", "value")
+    yield markdown_row("---", "---")
     for name, value in _inputs(events):
-        yield markup.row(f"`{name}`", markup.code(value))
+        yield markdown_row(f"`{name}`", markdown_code(value))
     for done in steps_of(events):
         yield ""
         yield f"## {done.name}"
         yield ""
         if done.command:
-            yield from (*markup.block("sh", done.command), "")
+            yield from (*markdown_block("sh", done.command), "")
         yield _result(done)
         if lines := _lines(done):
             yield ""
-            yield from markup.block("text", lines)
+            yield from markdown_block("text", lines)
 
 
 _Personal = OpenedEvent | ResumedEvent | DecidedEvent
@@ -129,7 +128,7 @@ def _title(events: Sequence[Event]) -> str:
 def _facts(events: Sequence[Event]) -> Iterator[str]:
     first, last = events[0], events[-1]
     by = dict.fromkeys(event.by for event in events if isinstance(event, _Personal))
-    people = [*map(markup.code, by)]
+    people = [*map(markdown_code, by)]
     yield f"started {first.at} by {people[0]}" + (
         f"; continued by {', '.join(people[1:])}" if people[1:] else ""
     )
@@ -151,7 +150,7 @@ def _inputs(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
 
 def _result(done: Done) -> str:
     decided = done.decided
-    by = "" if decided is None else f"Decided by {markup.code(decided.by)} at {decided.at}. "
+    by = "" if decided is None else f"Decided by {markdown_code(decided.by)} at {decided.at}. "
     return by + _ended(done)
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ckptctl.selection.targets import OpenRoot
 
 
-class Order(Enum):
+class BranchState(Enum):
     """What the write times of the steps of a root show about one of them."""
 
     CURRENT = "current"
@@ -69,7 +69,7 @@ class Order(Enum):
 class WriteOrder(msgspec.Struct, frozen=True):
     """What the write times of the steps of a root show about one of them."""
 
-    order: Order
+    state: BranchState
     claim: Claim
     own: SaveTimes | None = None
     """When the step was written; None where the storage keeps no times."""
@@ -104,37 +104,39 @@ def write_order(
     `n_not_compared` is how many more there are with lower numbers. Cost: nothing is read.
     """
     if own is None:
-        return WriteOrder(Order.COPIED, _unknown("its write times are not known"))
+        return WriteOrder(BranchState.COPIED, _unknown("its write times are not known"))
     lower = sorted((one for one in others if one.number < own.number), key=_written)
     later = tuple(one for one in lower if one.first_s > own.weights_s)
     if not later:
-        return WriteOrder(Order.CURRENT, _in_order(own, lower, n_not_compared), own)
-    order = _order_of(own, lower, later)
-    made = WriteOrder(order, _unknown(""), own, later)
-    if order is Order.WENT_BACK:
+        return WriteOrder(BranchState.CURRENT, _in_order(own, lower, n_not_compared), own)
+    state = _state_of(own, lower, later)
+    made = WriteOrder(state, _unknown(""), own, later)
+    if state is BranchState.WENT_BACK:
         return msgspec.structs.replace(
             made, claim=Claim(ClaimName.BRANCH, ClaimState.CONTRADICTED, made.why)
         )
     return msgspec.structs.replace(made, claim=_unknown(f"{made.why}; a copy may have done so"))
 
 
-def _order_of(own: SaveTimes, lower: Sequence[SaveTimes], later: Sequence[SaveTimes]) -> Order:
+def _state_of(
+    own: SaveTimes, lower: Sequence[SaveTimes], later: Sequence[SaveTimes]
+) -> BranchState:
     if not are_apart(own, later[0]):
-        return Order.COPIED
+        return BranchState.COPIED
     if len(later) > 1:
         # A copy that was interrupted and continued has one gap; a run has one before each save.
         if not is_of_training([own, *later], by_number=False):
-            return Order.DOUBTFUL
+            return BranchState.DOUBTFUL
     else:
         earlier = [one for one in lower if one.first_s <= own.weights_s]
         if not is_of_training([*earlier, own], by_number=False):
-            return Order.DOUBTFUL
+            return BranchState.DOUBTFUL
     numbers = [one.number for one in sorted([*lower, own], key=_written)]
     n_turns = sum(later < earlier for earlier, later in pairwise(numbers))
     if n_turns > max(1, len(lower) // 4):
-        return Order.DOUBTFUL  # a copy in any order; a run seldom goes back so often
+        return BranchState.DOUBTFUL  # a copy in any order; a run seldom goes back so often
     is_soon = later[-1].first_s - own.weights_s <= LEAST_WINDOW_S
-    return Order.DOUBTFUL if is_soon else Order.WENT_BACK
+    return BranchState.DOUBTFUL if is_soon else BranchState.WENT_BACK
 
 
 def _written(times: SaveTimes) -> tuple[float, float]:
@@ -220,20 +222,20 @@ def branch_of(
     candidates: Sequence[Candidate],
     root: OpenRoot,
     inspected: Mapping[Candidate, Inspection],
-    inspector: CachingInspector | None = None,
+    inspector: CachingInspector,
 ) -> WriteOrder:
     """Whether a step is on the branch that was written last, among `candidates`.
 
     `root` is that of the step, which is among the `inspected`. Steps of other roots, those that
     count something else, those that a mark or a record excludes, and folders that are no steps, do
-    not count. Cost: without an `inspector` none, and older steps that were not inspected are not
-    compared; with it a listing of each step in `to_compare`, none of those that were listed with
-    the root, and an inspection at `listing` of each older step that was written later.
+    not count. Cost: a listing of each step in `to_compare`, none of those that the `inspector` or
+    the listing of the root listed before, and an inspection at `listing` of each older step that
+    was written later.
     """
     own = inspected[chosen]
     if own.notes.accepted:
         # The step to go on from.
-        return WriteOrder(Order.CURRENT, _proven("accepted by a person"))
+        return WriteOrder(BranchState.CURRENT, _proven("accepted by a person"))
     count = counted_by(chosen.named.layout)
     older = {
         one.named.name: one
@@ -257,21 +259,12 @@ def branch_of(
     )
     unlisted = [older[name] for name in names if name not in known]
     listed = [known[name] for name in names if name in known]
-    if inspector is None:
-        n_silent += len(unlisted)
-    elif is_local:
-        listed += [inspector.times_of(one) for one in unlisted]
-    else:
-        listed += [times for _, times in in_flight(inspector.times_of, unlisted)]
+    listed += inspector.times_of(unlisted)
     times = [one for one in listed if one is not None]
     n_silent += len(listed) - len(times)  # what could not be listed was not compared
     order = write_order(own_times, times, n_silent)
     later = (older[one.name] for one in order.later if one.name not in known)
-    left = {
-        one.named.name
-        for one in later
-        if inspector is not None and _is_left(one, inspector(one, Level.LISTING))
-    }
+    left = {one.named.name for one in later if _is_left(one, inspector(one, Level.LISTING))}
     if left:
         order = write_order(own_times, [one for one in times if one.name not in left], n_silent)
     return order

@@ -26,6 +26,7 @@ from ckptctl.findings import (
     Report,
     Severity,
     Verdict,
+    unmet_in,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import (
@@ -44,7 +45,7 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import STATE_KINDS, Level, Preference
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
 from ckptctl.selection.branches import (
-    Order,
+    BranchState,
     WriteOrder,
     branch_of,
     left_behind,
@@ -65,6 +66,7 @@ from ckptctl.selection.roots import (
 )
 from ckptctl.selection.targets import OpenRoot, Roots, open_roots, unavailable
 from ckptctl.storage.contract import Store
+from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name
 
 if TYPE_CHECKING:
@@ -469,14 +471,8 @@ def _reason_of(report: Report) -> str:
         first = faults[0]
         place = f"{first.where}: " if first.where and first.where not in first.message else ""
         return f"{report.verdict.value}: {place}{first.message}{and_more(faults)}"
-    conditions = {23: "state.missing state.unrecognized", 24: "world-size.fixed state.lost"}
-    wanted = conditions.get(report.exit_code, "").split()
-    messages = [
-        finding.message
-        for finding in report.findings
-        if finding.code in wanted and (report.exit_code != 23 or "required" in finding.message)
-    ]
-    return messages[0] if messages else report.verdict.value
+    unmet = unmet_in(report.findings)
+    return report.verdict.value if unmet is None else unmet.message
 
 
 _WORDS = {
@@ -791,13 +787,9 @@ class RunSearch(Search):
         The step with the highest number and the one that was written last may be of two branches;
         a person, or a record, decides which of them the run is on.
         """
-        root, inspected = self.opened_roots[chosen.root_index], self.inspect.inspected
-        self.order = order = branch_of(chosen, self.candidates, root, inspected, self.inspect)
-        known = inspected[chosen]
-        report = known.report.with_claim(order.claim)
-        self.inspect.inspected[chosen] = replace(known, report=report)
-        self.chosen = report
-        if order.order is Order.WENT_BACK:
+        self.order = order = self.inspect.claim_branch(chosen, self.candidates)
+        self.chosen = report = self.inspect.inspected[chosen].report
+        if order.state is BranchState.WENT_BACK:
             self.passed_over.append(PassedOver(report, order.why, NoStepReason.TWO_BRANCHES))
             self.stopped = NoStepReason.TWO_BRANCHES
             self.chosen = self.chosen_candidate = None
@@ -845,14 +837,14 @@ class RunSearch(Search):
         order = self.order
         if order is None or order.own is None:
             return
-        if order.order not in (Order.WENT_BACK, Order.DOUBTFUL):
+        if order.state not in (BranchState.WENT_BACK, BranchState.DOUBTFUL):
             return
         own, last = order.own, order.last
         message = (
             f"step {last.number} was written after step {own.number}: they are of two branches of "
             "the run"
         )
-        if order.order is Order.DOUBTFUL:
+        if order.state is BranchState.DOUBTFUL:
             message = (
                 f"{order.why}: if they were not copied, the run went back to an earlier step, and "
                 f"step {own.number} is of the branch that it left"
@@ -922,6 +914,7 @@ class CachingInspector:
         self.confirm = True
         self.content: Asked | None = None
         self.inspected: dict[Candidate, Inspection] = {}
+        self._times: dict[Candidate, SaveTimes | None] = {}
         self._steps = [RootSteps(root.listing.trees) for root in opened_roots]
 
     def __call__(self, candidate: Candidate, at_least: Level) -> Report:
@@ -963,8 +956,20 @@ class CachingInspector:
             steps.add(opened)
         return inspected
 
-    def times_of(self, candidate: Candidate) -> SaveTimes | None:
-        """When a candidate was written; None where that is unknown. Cost: its listing at most."""
+    def claim_branch(self, candidate: Candidate, candidates: Sequence[Candidate]) -> WriteOrder:
+        """Claim of an inspected step that it is on the branch of the run; see `branch_of`."""
+        known, root = self.inspected[candidate], self._roots[candidate.root_index]
+        order = branch_of(candidate, candidates, root, self.inspected, self)
+        self.inspected[candidate] = replace(known, report=known.report.with_claim(order.claim))
+        return order
+
+    def times_of(self, candidates: Sequence[Candidate]) -> list[SaveTimes | None]:
+        """When steps were written; None where that is unknown. Cost: a listing of each at most."""
+        unlisted = [one for one in candidates if one not in self._times]
+        self._times.update(in_flight(self._listed_times, unlisted))
+        return [self._times[one] for one in candidates]
+
+    def _listed_times(self, candidate: Candidate) -> SaveTimes | None:
         root, name = self._roots[candidate.root_index], candidate.named.name
         files = self._steps[candidate.root_index].files(name)
         try:

@@ -310,7 +310,7 @@ def _is_step(name: str) -> bool:
 
 
 @dataclass(slots=True)
-class _Content:
+class _RootContent:
     """What lies in a root that has no usable step, and in the folders below it.
 
     `roots` are folders that hold steps, `unknown` the entries that may be saves: files, links
@@ -323,9 +323,9 @@ class _Content:
     n_not_listed: int = 0
 
 
-def _content_of(store: Store, listing: RootListing, ignore: Collection[str]) -> _Content:
+def _content_of(store: Store, listing: RootListing, ignore: Collection[str]) -> _RootContent:
     """List a root and all folders below it, from the nearest level to one that holds steps."""
-    content, weights = _Content(), list[str]()
+    content, weights = _RootContent(), list[str]()
     ignore = (*ignore, *pointer_numbers(store, listing))  # what they name is compared elsewhere
     # The files of steps that have no folder of their own.
     scattered = {step.name for step in listing.steps if is_scattered(step.name)}

@@ -21,8 +21,7 @@ from ckptctl.formats.own.documents import FenceDocument
 from ckptctl.formats.own.files import as_stored, read_back, time_now
 from ckptctl.formatting import command_line
 from ckptctl.selection.history import FENCE_FOLDER, put_sentinel
-from ckptctl.storage.contract import Store, TooLarge
-from ckptctl.storage.numbered_files import NumberedFiles
+from ckptctl.storage.contract import NumberedFiles, Store, TooLarge
 from ckptctl.storage.opening import absolute_url, join_url
 
 _MAX_NUMBER = 9_999_999_999  # the digits of a token, and of `step_N.attempt-M`

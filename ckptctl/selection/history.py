@@ -29,7 +29,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.documents import RootDocument
-from ckptctl.formats.own.files import as_stored, time_now
+from ckptctl.formats.own.files import ATTEMPTS_FOLDER, REPORT_SUFFIX, as_stored, time_now
 from ckptctl.inspection.seals import ROOT_FILE, ROOT_SCHEMA, read_sentinel, run_of
 from ckptctl.model import FileInfo
 from ckptctl.selection.roots import ASIDE_FOLDER, list_root
@@ -40,7 +40,6 @@ from ckptctl.storage.opening import base_name, join_url
 if TYPE_CHECKING:
     from ckptctl.formats.own.ledger import LedgerLine
 
-ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
 FENCE_FOLDER = f"{OWN_FOLDER}/fence"
 
 _MAX_LEDGER = 16 << 20
@@ -223,7 +222,7 @@ def resumed_from(store: Store, holder: str | None) -> frozenset[int]:
         return frozenset()
     except PathEscape as error:
         raise OwnFileUnreadable(error.message) from error
-    by_name = {name.partition(".resume.json")[0] for name in files if name.endswith(".resume.json")}
+    by_name = {name.removesuffix(REPORT_SUFFIX) for name in files if name.endswith(REPORT_SUFFIX)}
     by_name |= {name.removesuffix(".jsonl") for name in files if name.endswith(".jsonl")}
     newest = sorted(by_name, reverse=True)[:_MAX_RESUMES]
     steps: set[int | None] = set()
@@ -240,7 +239,7 @@ def _resume_of(store: Store, attempt: str, files: Collection[str]) -> AbstractSe
     """The step that an attempt resumed from, None for a fresh run; empty if it has not resumed."""
     from ckptctl.formats.own.ledger import ResumedLine, read_line, read_report  # few need them
 
-    report, ledger = f"{attempt}.resume.json", f"{attempt}.jsonl"
+    report, ledger = f"{attempt}{REPORT_SUFFIX}", f"{attempt}.jsonl"
     if report in files:
         with suppress(OwnFileUnreadable, PathNotFound):
             return {read_report(store, f"{ATTEMPTS_FOLDER}/{report}").step}
@@ -273,7 +272,7 @@ def read_attempts(
     files: dict[str, list[FileInfo]] = {}
     for entry in entries:
         match = _OF_ATTEMPT.fullmatch(base_name(entry.path))
-        if match and match["rest"] != ".resume.json":
+        if match and match["rest"] != REPORT_SUFFIX:
             files.setdefault(match["attempt"], []).append(entry)
     kept: list[str] = []
     n_bytes = 0

@@ -20,7 +20,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import ExitCode, Level, Message, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.selection.branches import WriteOrder, branch_of
+from ckptctl.selection.branches import WriteOrder
 from ckptctl.selection.choosing import (
     KINDS_THAT_COUNT,
     Answer,
@@ -43,38 +43,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptctl.options import PickKeywords
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """The steps under a root, or under several, newest first."""
-
-    root: str
-    """The root as given; of several, the first that is not optional."""
-    roots: tuple[str, ...]
-    """All roots, in order of preference."""
-    exists: bool
-    """The root exists."""
-    reports: tuple[Report, ...]
-    """A report for each inspected step, newest first."""
-    chosen: str | None
-    """The address of the step that `pick` would choose; null where it would choose none."""
-    findings: tuple[Finding, ...]
-    """Findings about the root, not about a step."""
-    n_steps: int
-    """Steps under the root, including those that were not inspected."""
-    exit_code: ExitCode
-    next_command: NextCommand
-    message: str
-    """The answer of `pick` in one line."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """The address of each step that `pick` passed over, with the reason."""
-    n_older: int = 0
-    """Older steps that `last` left out."""
-    more_before: int | None = None
-    """The `--before` that shows the next older steps."""
-    reason: NoStepReason | None = None
-    """Why `pick` would choose no step, in one word; null where it would choose one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +113,56 @@ class Pick:
             keys = some_of([safe(entry.where) for entry in not_recognized])
             words += f"; not recognized: {keys} (--state KIND=KEY maps it)"
         return f"{words} (--require KIND,... demands more, --allow-missing-state less)"
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The steps under a root, or under several, newest first, and the answer of `pick`."""
+
+    root: str
+    """The root as given; of several, the first that is not optional."""
+    exists: bool
+    """The root exists."""
+    reports: tuple[Report, ...]
+    """A report for each inspected step, newest first."""
+    pick: Pick
+    """The answer of `pick` under the same options."""
+    findings: tuple[Finding, ...]
+    """Findings about the root, not about a step."""
+    n_steps: int
+    """Steps under the root, including those that were not inspected."""
+    next_command: NextCommand
+    refused: tuple[tuple[str, str], ...] = ()
+    """The address of each step that `pick` passed over, with the reason."""
+    n_older: int = 0
+    """Older steps that `last` left out."""
+    more_before: int | None = None
+    """The `--before` that shows the next older steps."""
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """All roots, in order of preference."""
+        return self.pick.roots
+
+    @property
+    def chosen(self) -> str | None:
+        """The address of the step that `pick` would choose; null where it would choose none."""
+        return None if self.pick.chosen is None else self.pick.chosen.url
+
+    @property
+    def message(self) -> str:
+        """The answer of `pick` in one line."""
+        return self.pick.message
+
+    @property
+    def reason(self) -> NoStepReason | None:
+        """Why `pick` would choose no step, in one word; null where it would choose one."""
+        return self.pick.reason
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of `pick`."""
+        return self.pick.exit_code
 
 
 def pick(
@@ -520,7 +538,7 @@ def _numbers(steps: Sequence[int | None]) -> str:
     return f"{verb(len(steps), 'step', 'steps')} {some_of(steps, MAX_NAMED)}"
 
 
-OnReport = Callable[[Report, bool, str | None], None]
+OnReport = Callable[[Report, bool, PassedOver | None], None]
 """Called with a report, whether it is the chosen one, and why `pick` skipped the step."""
 
 NEWEST = 50
@@ -548,7 +566,8 @@ def scan(
     the root contains no known step but unnumbered checkpoints.
 
     Cost: that of `pick`, which may go back further than `last`; for each other step that is
-    shown, one listing and one read of each metadata, or the cost of `level`. One listing
+    shown, one read of each metadata, or the cost of `level`, and two listings, one where it and
+    the older steps of `branch_of` are compared. One listing
     per folder that is not a step, at most `MAX_FOLDERS_TRIED`. On an object store that
     shows all steps, one request per 1,000 objects replaces their listings.
     """
@@ -580,50 +599,40 @@ def scan(
             next_command = command_line(*verify) if verify else None
         return Scan(
             root=done.roots.first,
-            roots=done.roots.urls,
             exists=any(root.listing.exists for root in done.opened_roots),
             reports=reports,
-            chosen=chosen.url if chosen else None,
+            pick=answer,
             findings=tuple(findings),
             n_steps=done.n_steps,
-            exit_code=answer.exit_code,
             next_command=next_command,
-            message=answer.message,
-            refused=tuple(_reasons_of(done).items()),
+            refused=tuple((url, over.reason) for url, over in _passed_over(done).items()),
             n_older=n_older,
             more_before=shown[-1].named.number if n_older and shown else None,
-            reason=answer.reason,
         )
 
 
 def _reports(
     done: RunSearch, shown: Iterable[Candidate], on_report: OnReport | None
 ) -> tuple[Report, ...]:
-    reports: dict[Candidate, Report] = {}
+    reports: list[Report] = []
     # Steps that no longer decide anything are inspected once, at the requested level.
     done.inspect.level = done.policy.level or Level.LISTING
     done.inspect.confirm = False
-    reasons = _reasons_of(done)
+    passed_over = _passed_over(done)
     for candidate in shown:
         report = done.inspect(candidate, Level.LISTING)
         if candidate.named.bare and not report.parts:
             continue
-        reports[candidate] = report
+        is_chosen = candidate == done.chosen_candidate
+        if not is_chosen and report.verdict is not Verdict.UNKNOWN:
+            done.inspect.claim_branch(candidate, done.candidates)
+        reports.append(done.inspect.inspected[candidate].report)
         if on_report is not None:
-            on_report(report, report is done.chosen, reasons.get(report.url))
-    return tuple(_with_branch(done, candidate, report) for candidate, report in reports.items())
+            on_report(reports[-1], is_chosen, passed_over.get(report.url))
+    return tuple(reports)
 
 
-def _with_branch(done: RunSearch, candidate: Candidate, report: Report) -> Report:
-    """The report with a claim about the branch of the step. Cost: none; nothing is read for it."""
-    if report is done.chosen:
-        return report
-    root = done.opened_roots[candidate.root_index]
-    order = branch_of(candidate, done.candidates, root, done.inspect.inspected)
-    return report.with_claim(order.claim)
-
-
-def _reasons_of(search: Search) -> dict[str, str]:
+def _passed_over(search: Search) -> dict[str, PassedOver]:
     """Why `pick` skipped steps, by their addresses."""
     searches = (search, search.further) if search.further else (search,)
-    return {over.report.url: over.reason for one in searches for over in one.passed_over}
+    return {over.report.url: over for one in searches for over in one.passed_over}

@@ -71,7 +71,7 @@ from ckptctl.inspection.seals import is_unwritten, written_ms
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level, StepUrl
 from ckptctl.options import PickPolicy, Requirements
-from ckptctl.selection.branches import Order, branch_of, written_after_all
+from ckptctl.selection.branches import BranchState, branch_of, written_after_all
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
     CachingInspector,
@@ -688,8 +688,8 @@ class RetentionPlan:
         `pick` stops there too, because the run may have gone back.
         """
         inspected = {one: self._inspections[one.named.name] for one in self._order}
-        order = branch_of(candidate, self._order, self._root, inspected)
-        return order.why if order.order is Order.WENT_BACK else None
+        order = branch_of(candidate, self._order, self._root, inspected, self._inspector)
+        return order.why if order.state is BranchState.WENT_BACK else None
 
     def _is_needed(self, candidate: Candidate, gone: Collection[str]) -> str | None:
         """Why `pick` needs a step to choose the counted ones; None if it does not.

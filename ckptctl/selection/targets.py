@@ -186,7 +186,7 @@ _SELECTED = re.compile(r"(?P<root>.+)@(?P<which>[0-9]{1,19}|latest|auto)", re.DO
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class StepArgument:
     """The root that contains the step, and which of its steps is meant.
 
     `which` is a step number, `latest`, `auto`, or None if `name` is the folder.
@@ -197,7 +197,7 @@ class Target:
     name: str | None
 
 
-def parse_target(target: str) -> Target:
+def parse_target(target: str) -> StepArgument:
     """Parse a step argument, without accessing the storage.
 
     Raises `UsageError` for an empty argument, or one that is a root of a storage.
@@ -208,12 +208,12 @@ def parse_target(target: str) -> Target:
     # A local folder with such a name takes precedence.
     if match and not (local is not None and os.path.lexists(local)):
         which = match["which"]
-        return Target(match["root"], int(which) if which.isdigit() else which, None)
+        return StepArgument(match["root"], int(which) if which.isdigit() else which, None)
     path = _plain(target)
     name = base_name(path)
     if not name:
         raise UsageError(f"{target} is not a step; name it as PATH, ROOT@1200, ROOT@latest")
-    return Target(parent_url(path), None, name)
+    return StepArgument(parent_url(path), None, name)
 
 
 def check_root_there(store: Store, listing: RootListing) -> None:
@@ -275,7 +275,7 @@ def _plain(target: str) -> str:
 
 
 def named_step(
-    store: Store, target: Target, pattern: re.Pattern[str] | None = None
+    store: Store, target: StepArgument, pattern: re.Pattern[str] | None = None
 ) -> StepName | str:
     """The step that a target names under its root: a `StepName`, or the bare folder name.
 

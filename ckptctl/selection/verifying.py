@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, PathNotFound, StepDamaged, StorageError
-from ckptctl.findings import Finding, Report
+from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.frameworks.file_names import rank_in_name
 from ckptctl.formats.frameworks.layouts import StepName, compile_pattern, shard_rank, train_step_of
 from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds
@@ -48,7 +48,6 @@ from ckptctl.options import (
     known_level,
     options_from,
 )
-from ckptctl.selection.branches import branch_of
 from ckptctl.selection.choosing import CachingInspector, Candidate, candidates_of, in_order
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import RootListing, list_root, neighbours_of
@@ -211,16 +210,15 @@ def verify(
 def _with_branch(found: OpenTarget, inspection: Inspection, requirements: Requirements) -> Report:
     """The report, with the claim that the step is on the branch of the run; see `branch_of`."""
     report, named = inspection.report, found.named
-    if isinstance(named, str) or not report.usable:
+    if isinstance(named, str) or report.verdict is Verdict.UNKNOWN:
         return report
     try:
         root = OpenRoot(found.store, found.root_listing)
         candidate = Candidate(0, named)
         inspector = CachingInspector((root,), requirements, Level.LISTING)
         inspector.inspected[candidate] = inspection
-        candidates = in_order(candidates_of((root,)), PickPolicy())
-        order = branch_of(candidate, candidates, root, inspector.inspected, inspector)
-        return report.with_claim(order.claim)
+        inspector.claim_branch(candidate, in_order(candidates_of((root,)), PickPolicy()))
+        return inspector.inspected[candidate].report
     except StorageError:
         return report
 

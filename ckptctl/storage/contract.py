@@ -22,6 +22,7 @@ Every store guarantees the following; `tests/storage` checks each:
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ckptctl.errors import PathEscape, PathNotFound, StorageError
+from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.waiting import Retries
 
@@ -400,6 +401,57 @@ def read_if_there(store: Store, path: str, *, limit: int) -> bytes | None:
         return store.read(path, limit=limit)
     except (PathNotFound, TooLarge):
         return None
+
+
+class NumberedFiles:
+    """The files of one folder, named by numbers of `n_digits` digits: `0000000012.json`.
+
+    They are created only if absent, and never changed. Of two writers that add the same number one
+    fails because the other was first, on every storage that keeps conditional writes. So a file is
+    whole or absent, and the highest number is the newest. The tokens of a root, the state of a
+    supervised run and the record of a runbook are such files.
+    """
+
+    def __init__(self, store: Store, folder: str, n_digits: int = 10) -> None:
+        self.store = store
+        self.folder = folder
+        self._n_digits = n_digits
+        self._name = re.compile(rf"([0-9]{{{n_digits}}})\.json")
+
+    def path(self, number: int) -> str:
+        """The path of a file in the store."""
+        name = f"{number:0{self._n_digits}}.json"
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def numbers(self) -> list[int]:
+        """The numbers that were taken, rising; none where there is no folder. Cost: a listing."""
+        names = (entry.path.rpartition("/")[2] for entry in list_if_there(self.store, self.folder))
+        matches = (self._name.fullmatch(name) for name in names)
+        return sorted(int(match[1]) for match in matches if match)
+
+    def newest(self) -> int:
+        """The highest number that was taken; 0 for none. Cost: a listing."""
+        return max(self.numbers(), default=0)
+
+    def read(self, number: int, limit: int) -> bytes:
+        """The bytes of a file; raises `PathNotFound`, and `TooLarge` above `limit`."""
+        return self.store.read(self.path(number), limit=limit)
+
+    def add(self, number: int, data: bytes) -> None:
+        """Create a file; raises `AlreadyExists` where another writer has the number.
+
+        A write that was repeated after a lost answer finds its own file: no two writers may
+        write equal bytes.
+        """
+        try:
+            self.store.put(self.path(number), data)
+        except AlreadyExists as taken:
+            try:
+                others = self.store.read(self.path(number), limit=len(data) + 1)
+            except TooLarge:
+                raise taken from None  # longer than ours: another writer's
+            if others != data:
+                raise
 
 
 def parts_of(path: str) -> tuple[str, ...]:

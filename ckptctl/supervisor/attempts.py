@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import BinaryIO, TypeVar
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import StorageError, Unknown, guarded
 from ckptctl.failures.classifying import classify
 from ckptctl.failures.results import Classification
 from ckptctl.formats.own.files import time_now
@@ -34,7 +34,6 @@ from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
 from ckptctl.supervisor.policy import Ended
-from ckptctl.unexpected import Unknown, guarded
 
 
 class AttemptRunner:

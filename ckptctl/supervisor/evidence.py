@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 
 from ckptctl.distributed.commands import run_bounded
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
-from ckptctl.errors import StorageError
+from ckptctl.errors import StorageError, Unknown, guarded
 from ckptctl.failures.rank_dumps import (
     MAIN_THREAD,
     PREFIX_VARIABLES,
@@ -45,7 +45,6 @@ from ckptctl.storage.shared_places import (
     sole_writer,
     trusted_users,
 )
-from ckptctl.unexpected import Unknown, guarded
 
 SAMPLES = 4
 BETWEEN_S = 1.0

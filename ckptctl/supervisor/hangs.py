@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from ckptctl.distributed.process_table import Process, state_of
-from ckptctl.errors import StorageError
+from ckptctl.errors import StorageError, Unknown, guarded
 from ckptctl.failures.rank_dumps import (
     Dump,
     compare_dumps,
@@ -50,7 +50,6 @@ from ckptctl.supervisor.heartbeats import Folder, beats_of_launched, process_of
 from ckptctl.supervisor.node_evidence import NodeDocument
 from ckptctl.supervisor.options import Limit, SectionLimits
 from ckptctl.supervisor.processes import MARKER
-from ckptctl.unexpected import Unknown, guarded
 
 T = TypeVar("T")
 

@@ -60,9 +60,8 @@ from ckptctl.formatting import command_line
 from ckptctl.redaction import redacted_values
 from ckptctl.selection.history import check_sentinel
 from ckptctl.selection.marking import user_name
-from ckptctl.storage.contract import Store, TooLarge, read_if_there
+from ckptctl.storage.contract import NumberedFiles, Store, TooLarge, read_if_there
 from ckptctl.storage.files import PRIVATE, replace_file
-from ckptctl.storage.numbered_files import NumberedFiles
 from ckptctl.storage.opening import absolute_url, join_url, local_path, open_store
 from ckptctl.storage.shared_places import open_folder
 from ckptctl.storage.waiting import leave_unwatched, start_daemon

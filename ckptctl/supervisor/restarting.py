@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, cluster_context
-from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.errors import CkptctlError, StorageError, Unknown, UsageError, guarded
 from ckptctl.failures.results import Classification
 from ckptctl.findings import EXIT_FRESH, EXIT_NONE_USABLE
 from ckptctl.formats.frameworks.layouts import compile_pattern
@@ -84,7 +84,6 @@ from ckptctl.supervisor.policy import (
 from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.slurm import ask as ask_slurm
 from ckptctl.supervisor.slurm import is_srun, job_id
-from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

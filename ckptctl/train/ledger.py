@@ -26,7 +26,13 @@ from ckptctl.distributed.process_table import own_process
 from ckptctl.errors import AlreadyExists, CkptctlError, OwnFileUnreadable, StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.own.contract import Drift, drift, stated_by_one, terms_of
-from ckptctl.formats.own.files import as_fields, line_bytes, utc_now
+from ckptctl.formats.own.files import (
+    ATTEMPTS_FOLDER,
+    REPORT_SUFFIX,
+    as_fields,
+    line_bytes,
+    utc_now,
+)
 from ckptctl.formats.own.ledger import (
     REPORT_SCHEMA,
     EndedLine,
@@ -40,7 +46,7 @@ from ckptctl.formats.own.seals import Origin
 from ckptctl.formatting import counted, duration
 from ckptctl.redaction import redacted, redacted_values
 from ckptctl.selection.fencing import Token
-from ckptctl.selection.history import ATTEMPTS_FOLDER, read_attempts
+from ckptctl.selection.history import read_attempts
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url
@@ -161,7 +167,7 @@ class Ledger:
 
 def put_report(store: Store, attempt: str, report: Mapping[str, object]) -> str:
     """Write the report of a resume (schema `ckptctl.resume/1`); returns its address."""
-    path = f"{ATTEMPTS_FOLDER}/{attempt}.resume.json"
+    path = f"{ATTEMPTS_FOLDER}/{attempt}{REPORT_SUFFIX}"
     data = json.dumps(report, indent=2, allow_nan=False, default=as_fields) + "\n"
     store.put(path, data.encode(), replace=True)
     return join_url(store.url, path)

@@ -30,9 +30,8 @@ from ckptctl.model import Metadata
 from ckptctl.redaction import redacted
 from ckptctl.selection.choosing import NoStepReason, PassedOver
 from ckptctl.selection.fencing import Token, check_token, take_token
-from ckptctl.selection.history import ATTEMPTS_FOLDER, begin_run
+from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import Pick
-from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
 from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
 from ckptctl.train.ledger import (
@@ -113,12 +112,11 @@ class Resume:
         if passed_over is not None:
             restored = self._load_and_restore(passed_over)
         previous = history[-1][0] if history else None
-        report = first(lambda: self._complete(attempt, restored, previous))
+        report, path = first(lambda: self._complete(attempt, restored, previous))
         # Rank 0 alone continues the data ledger, which may be long.
         _, data = job.group.from_first_keeping(lambda: (None, self._data(restored)))
         attempt.resumed = restored.decision.chosen
         attempt.step = attempt.saved = restored.saved.step
-        path = join_url(job.store.url, f"{ATTEMPTS_FOLDER}/{token.attempt}.resume.json")
         return attempt, _start(restored, report, path), data or (None, None)
 
     def replay(self, n_steps: int) -> Start:
@@ -364,8 +362,11 @@ class Resume:
 
     def _complete(
         self, attempt: RankAttempt, restored: Restored, previous: str | None
-    ) -> dict[str, Any]:
-        """Supersede the abandoned steps, and write and print the report; on rank 0 only."""
+    ) -> tuple[dict[str, Any], str]:
+        """Supersede the abandoned steps, and write and print the report; on rank 0 only.
+
+        Returns the report, and its address.
+        """
         job, chosen = self._job, restored.decision.chosen
         check_token(job.store, attempt.token)
         # Otherwise newer steps would be superseded in favour of one that is gone, and no
@@ -386,7 +387,7 @@ class Resume:
             "previous_attempt": previous,
             "cluster": None if attempt.cluster is None else attempt.cluster.document(),
         }
-        put_report(job.store, attempt.token.attempt, report)
+        path = put_report(job.store, attempt.token.attempt, report)
         # The sentinel before the ledger, which also names the step.
         begin_run([job.stores[url] for url in job.selection.roots.mandatory], report["step"])
         # The report and the sentinel already name the step, so no reader needs this line before
@@ -394,16 +395,12 @@ class Resume:
         attempt.ledger.add_later(
             ResumedLine(
                 step=report["step"],
-                path=report["path"],
                 metadata={} if chosen is None else dict(chosen.digests),
-                tokens=restored.saved.tokens,
-                rejected=[over.step for over in restored.decision.passed_over],
-                previous=previous,
                 load_s=round(clock_s() - self._began_s, 3),
             )
         )
         self._print(report, restored)
-        return report
+        return report, path
 
     def _data(self, restored: Restored) -> tuple[DataFields | None, str | None]:
         opened = restored.opened

@@ -20,7 +20,7 @@ from sound_steps import Harm, Sound
 
 import ckptctl
 from ckptctl import Level, Verdict
-from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.commands import exit_codes
 from ckptctl.errors import CkptctlError
 
 CANARY = "campaign-canary"
@@ -161,7 +161,7 @@ def _look(case: Case, outcome: Outcome, step: Path) -> None:
         outcome.said = next((f.message[:300] for f in report.findings if f.verdict), "")
         if case.may_refuse and "step.linked" in outcome.codes:
             return  # a link is not followed: nothing is known of the step
-        if report.exit_code not in EXIT_CODES:
+        if report.exit_code not in exit_codes():
             outcome.problem = f"exit code {report.exit_code} is not documented"
         if report.verdict in SEEN:
             by_seal = all(code.startswith("seal.") for code in outcome.codes)

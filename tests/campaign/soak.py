@@ -36,7 +36,7 @@ for place in (REPOSITORY, REPOSITORY / "tests", HERE, REPOSITORY / "tests" / "fo
 from made_checkpoints import checkpoints  # noqa: E402
 from short_memory import Starved  # noqa: E402
 
-from ckptctl.cli.exit_codes import EXIT_CODES  # noqa: E402
+from ckptctl.cli.commands import exit_codes  # noqa: E402
 
 SUBJECT = "run_bare4/step_20"
 GONE = (2, 20, 26)
@@ -126,7 +126,7 @@ class Caller:
         code, command = answer["code"], str(argv[0])
         with self.root.lock:
             self.root.codes[command, code] += 1
-        if code not in EXIT_CODES or code == 1 or "Traceback" in answer["err"]:
+        if code not in exit_codes() or code == 1 or "Traceback" in answer["err"]:
             self.root.problem(f"{command} ends with {code}: {answer['err'][-300:]}")
         return answer
 

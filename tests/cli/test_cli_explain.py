@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from every_case import all_cases
 
-from ckptctl.cli.exit_codes import EXIT_CODES
+from ckptctl.cli.commands import exit_codes
 from ckptctl.cli.explain import all_pages, index_lines, page
 from ckptctl.cli.rendering import page_lines, wrapped
 from ckptctl.diagnostics.advice import CHECKS
@@ -86,7 +86,7 @@ def test_a_page_keeps_every_word_when_it_is_laid_out():
 
 
 def test_it_is_said_plainly_whether_trying_again_helps():
-    for number, code in EXIT_CODES.items():
+    for number, code in exit_codes().items():
         assert re.match(r"(yes|no|not needed)\b", code.retry), number
 
 

@@ -6,15 +6,17 @@ from hypothesis import strategies as st
 from made_results import VERDICTS, report, short, state
 
 from ckptctl.cli.pictures import (
+    LACKING,
     MAX_CELLS,
     RANK_MARKS,
+    STEP_MARKS,
+    VERIFIED,
     map_of_ranks,
     rank_states,
     step_state,
 )
 from ckptctl.findings import CODES, Finding, Verdict
 from ckptctl.model import Level, WorldSize
-from ckptctl.symbols import LACKING, STEP_MARKS, VERIFIED
 
 
 def test_every_verdict_has_a_mark_of_its_own():

@@ -17,6 +17,7 @@ from ckptctl.cli.verify import next_command, report_lines
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formatting import DAY_S
 from ckptctl.model import STATE_KINDS, Level, WorldSize
+from ckptctl.selection.choosing import NoStepReason, PassedOver
 from ckptctl.selection.verifying import TensorRow
 
 
@@ -117,11 +118,11 @@ def test_what_every_step_lacks_is_written_once_where_it_takes_a_line():
 
 def test_a_root_without_steps_says_so():
     message = f"{ROOT} holds no step at all: this is a fresh run"
-    assert text(none_lines(scan(exit_code=10, message=message))) == [message]
+    assert text(none_lines(scan(pick=pick(None, exit_code=10, message=message)))) == [message]
 
 
 def test_a_root_without_a_usable_step_says_what_pick_says():
-    none = scan(report(200, NO_METADATA), message="no usable step (1 inspected)")
+    none = scan(report(200, NO_METADATA), pick=pick(None, message="no usable step (1 inspected)"))
     assert text(none_lines(none))[:2] == ["no usable step (1 inspected)", f"  {ROOT}"]
 
 
@@ -144,7 +145,9 @@ def test_quiet_scan_leaves_out_what_pick_refused():
 
 def test_a_whole_step_that_pick_refused_bears_the_reason_of_pick():
     table = StepTable(report(30), None, NOW_S, None, unicode=True)
-    (row,) = table.row(report(30), "lacks the rng of 1 of 4 ranks, which step 20 holds")
+    why = "lacks the rng of 1 of 4 ranks, which step 20 holds"
+    over = PassedOver(report(30), why, NoStepReason.STATE_MISSING)
+    (row,) = table.row(over.report, over)
     assert "lacks state" in row.text
     assert row.text.endswith("lacks the rng of 1 of 4 ranks, which step 20 holds")
 

@@ -9,9 +9,9 @@ import pytest
 from hostile_inputs import SCRIPTS
 from pattern_growth import too_slow
 
-from ckptctl.deadlines import Deadline
 from ckptctl.diagnostics.slurm_checks import _CHECKS, MAX_ADVICE, check_script
 from ckptctl.diagnostics.slurm_script import read_script
+from ckptctl.logs.log_lines import Deadline
 
 N_BYTES = 2_000
 

@@ -11,10 +11,10 @@ from command_line import validated
 from next_commands import run_and_follow as run_ckptctl
 
 import ckptctl
-from ckptctl.deadlines import Deadline
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.failures.classifying import host_names
 from ckptctl.failures.matching import LogReader
+from ckptctl.logs.log_lines import Deadline
 
 LOST_GPU = (
     "Nov 20 03:12:44 node017 kernel: [12345.678901] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, "

@@ -12,13 +12,20 @@ from error_classes import every_error
 from every_case import all_cases
 
 import ckptctl
-from ckptctl.cli.commands import COMMANDS, SUMMARIES, command_of, help_lines, keys_of, load
+from ckptctl.cli.commands import (
+    COMMANDS,
+    SUMMARIES,
+    command_of,
+    exit_codes,
+    help_lines,
+    keys_of,
+    load,
+)
 from ckptctl.cli.config import CONFIGURED
-from ckptctl.cli.exit_codes import EXIT_CODES
 from ckptctl.cli.explain import all_pages, page
 from ckptctl.cli.options import COMMAND_LINE_ONLY
+from ckptctl.cli.pictures import STEP_MARKS
 from ckptctl.findings import CODES, Verdict
-from ckptctl.symbols import STEP_MARKS
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 REFERENCE = (REPOSITORY / "docs" / "reference.md").read_text()
@@ -144,7 +151,7 @@ def test_a_hidden_option_is_a_setting_or_of_a_runbook_or_of_a_process_of_ckptctl
         assert any(option.opts[0] in text for text in (*texts, started)), option.opts
 
 
-@pytest.mark.parametrize("number", EXIT_CODES)
+@pytest.mark.parametrize("number", exit_codes())
 def test_every_exit_code_is_documented_and_explained(number):
     assert f"\n| {number} | " in REFERENCE
     assert page(str(number)).text.startswith(f"# exit code {number}: ")
@@ -154,7 +161,7 @@ def test_every_exit_code_that_something_can_have_is_in_the_table():
     used = {verdict.exit_code for verdict in Verdict}
     used |= {error.exit_code for error in every_error()}
     used |= {code for name in COMMANDS for code in load(name).exit_codes}
-    assert used <= set(EXIT_CODES)
+    assert used <= set(exit_codes())
 
 
 def test_there_is_a_page_for_every_finding_code_and_none_besides():

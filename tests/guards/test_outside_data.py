@@ -26,9 +26,8 @@ from ckptctl.storage.opening import open_store
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckptctl"
 
 OWN_DATA = {
-    "cli/exit_codes.py": "a file of the package",
-    "cli/config.py": "TOML of a trusted user, of at most 1 MiB; deep nesting is an error of it",
-    "cli/preflight.py": "a file of the caller, of at most 1 MiB; deep nesting is an error",
+    "cli/commands.py": "a file of the package",
+    "cli/config.py": "TOML of a trusted user, or one that is named; at most 1 MiB, bounded depth",
     "cli/output.py": "the document that this process has just made",
     "failures/rules.py": "a file of the package",
 }

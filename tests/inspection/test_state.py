@@ -94,6 +94,9 @@ def test_a_missing_kind_is_one_remark_that_names_what_was_required():
     (note,) = check_required(found, ("rng",), "root/step_1")
     assert note.code == "state.missing"
     assert note.message.endswith("; rng is required")
+    assert note.unmet
+    (note,) = check_required(found, ("optimizer",), "root/step_1")
+    assert not note.unmet
 
 
 def test_shards_that_disagree_about_the_step_are_mixed():
@@ -138,3 +141,4 @@ def test_a_state_that_is_unknown_is_no_missing_one():
     assert "dataloader" not in missing.message
     assert "map it with --state dataloader=data_pos" in unknown.message
     assert unknown.message.endswith("dataloader is required")
+    assert (missing.unmet, unknown.unmet) == (False, True)

@@ -86,11 +86,12 @@ def test_another_world_size_is_resharded_while_loading():
 
 def test_state_per_rank_is_lost_at_another_world_size():
     state = replace(NO_STATE, rng=StatePart(True, ("r",), 2), dataloader=StatePart(True, ("d",), 2))
-    found = list(
-        check_world_size([part("", *shards(0, 1))], state, WorldSize(2, "shard-files"), 8, "x")
-    )
+    made, saved = [part("", *shards(0, 1))], WorldSize(2, "shard-files")
+    found = list(check_world_size(made, state, saved, 8, "x", ("optimizer",)))
     assert [finding.code for finding in found] == ["state.lost", "world-size.differs"]
-    assert found[0].where == "rng, dataloader"
+    assert (found[0].where, found[0].unmet) == ("rng, dataloader", False)
+    lost, differs = check_world_size(made, state, saved, 8, "x", ("dataloader",))
+    assert (lost.unmet, differs.unmet) == (True, False)
 
 
 @pytest.mark.parametrize("kind", [PartFormat.DCP_RANK_LOCAL, PartFormat.ZARR])

@@ -6,8 +6,8 @@ import pytest
 from hostile_inputs import LOGS
 from pattern_growth import MOST_GROWTH, TIMES_LONGER, growth, seconds
 
-from ckptctl.deadlines import BYTES_PER_S, Deadline
 from ckptctl.logs.fields import parse_clock, parse_number, parse_step
+from ckptctl.logs.log_lines import BYTES_PER_S, Deadline
 from ckptctl.logs.reading import LogReader
 
 N_BYTES = 10_000

@@ -163,10 +163,7 @@ WRITERS = {
         from ckptctl.formats.own.ledger import ResumedLine
         from ckptctl.train.ledger import Ledger
         act = opened(lambda store: Ledger(store, "20261122T031011.000000Z-0123abcd").add(
-            ResumedLine(
-                step=None, path=None, metadata={}, tokens=None, rejected=[], previous=None,
-                load_s=0.0,
-            )
+            ResumedLine(step=None, metadata={}, load_s=0.0)
         ))
     """,
     "resume report": """

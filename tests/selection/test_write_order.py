@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import time
@@ -11,13 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from command_line import run_ckptctl, validated
 from made_roots import make_templates, put_step, script
 
 import ckptctl
 from ckptctl.claims import Claim, ClaimName, ClaimState
+from ckptctl.cli.pictures import CLAIM_MARKS
 from ckptctl.errors import NothingToResume
 from ckptctl.inspection.one_save import SaveTimes
-from ckptctl.selection.branches import Order, to_compare, write_order
+from ckptctl.selection.branches import BranchState, to_compare, write_order
 from ckptctl.selection.choosing import Answer
 
 HOUR_S = 3600.0
@@ -154,6 +157,18 @@ def test_scan_shows_the_branch_of_each_step(train, root):
     assert [one.code for one in found.findings] == ["root.two-branches"]
 
 
+def test_scan_shows_no_step_of_the_branch_that_was_left_as_one_that_lacks_state(train, root):
+    train((100, 200, 300), 24)
+    train((110, 120), 1)
+    (row,) = [
+        line
+        for line in run_ckptctl("scan", root).stdout.splitlines()
+        if line.split()[1:2] == ["300"]
+    ]
+    assert row.startswith("◇   300  complete ")
+    assert "were written after step 300" in row
+
+
 def test_scan_compares_no_step_with_the_epoch_of_an_export(train, root):
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     torch = pytest.importorskip("torch")
@@ -164,11 +179,11 @@ def test_scan_compares_no_step_with_the_epoch_of_an_export(train, root):
     assert {claims[number].state for number in (100, 200, 300)} == {ClaimState.PROVEN}
 
 
-def test_scan_leaves_the_branch_unknown_where_it_compares_not_all_older_steps(train, root):
+def test_scan_compares_older_steps_that_it_does_not_show(train, root):
     train((100, 200, 300, 400, 500), 1)
     os.utime(root / "step_100")
     oldest = ckptctl.scan(str(root), last=3).reports[-1]
-    assert (oldest.number, oldest.claim(ClaimName.BRANCH).state) == (300, ClaimState.UNKNOWN)
+    assert (oldest.number, oldest.claim(ClaimName.BRANCH).state) == (300, ClaimState.PROVEN)
 
 
 def test_scan_shows_that_a_person_has_accepted_the_step_to_go_on_from(train, root):
@@ -197,6 +212,73 @@ def test_a_resume_stops_until_a_step_is_named_and_its_marks_decide_it(templates,
         assert ckpt.resume(200).step == 200
     found = ckptctl.pick(str(root))
     assert (found.step, found.exit_code, found.findings) == (200, 0, ())
+
+
+def linear(train, root, templates):
+    train((100, 200, 300), 1)
+
+
+def single(train, root, templates):
+    train((100,), 1)
+
+
+def gone_back(train, root, templates):
+    train((100, 200, 300), 24)
+    train((110, 120), 1)
+
+
+def rejected(train, root, templates):
+    gone_back(train, root, templates)
+    for number in (200, 300):
+        ckptctl.mark(f"{root}@{number}", "rejected", reason="of the branch that the run left")
+
+
+def superseded(train, root, templates):
+    for number, hours in ((100, 9), (200, 8), (300, 7), (400, 6)):
+        set_times(put_step(templates, root, number), hours)
+    with script(root) as ckpt:
+        ckpt.resume(200)
+
+
+def copied(train, root, templates):
+    train((100, 200, 300), 24)
+    for step in root.iterdir():
+        set_times(step, 1)
+
+
+def damaged(train, root, templates):
+    train((100, 200, 300, 400), 24)
+    os.truncate(root / "step_400" / "__0_0.distcp", 10)
+    (root / "step_200" / ".metadata").unlink()
+    for number in (200, 400):
+        set_times(root / f"step_{number}", 30 - number / 100)
+
+
+MADE = (linear, single, gone_back, rejected, superseded, copied, damaged)
+
+
+@pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
+def test_every_command_shows_the_same_claims_of_a_step(train, root, templates, make):
+    make(train, root, templates)
+    ask = ("--level", "listing")
+    scanned = validated(run_ckptctl("scan", root, *ask, "--json").stdout)
+    claims = {report["number"]: report["claims"] for report in scanned["reports"]}
+    glyphs = {state: symbol.glyph for state, symbol in CLAIM_MARKS.items()}
+    row = re.compile(rf"^. +(\d+) .* ([{''.join(glyphs.values())}]{{6}}) ", re.MULTILINE)
+    shown = row.findall(run_ckptctl("scan", root, *ask).stdout)
+    cells = {int(number): cell for number, cell in shown}
+    assert cells == {
+        number: "".join(glyphs[claim["state"]] for claim in of_step)
+        for number, of_step in claims.items()
+    }
+    assert len(cells) == len([*root.glob("step_*")])
+    for report in scanned["reports"]:  # after a damaged step the next one is inspected in full
+        words = ("verify", report["url"], "--level", report["level"], "--json")
+        verified = validated(run_ckptctl(*words).stdout)
+        assert verified["report"]["claims"] == report["claims"]
+    picked = validated(run_ckptctl("pick", root, *ask, "--json").stdout)
+    if picked["chosen"] is not None:
+        assert picked["chosen"]["claims"] == claims[picked["step"]]
 
 
 # A run that did not
@@ -323,23 +405,23 @@ def times(number: int, first_s: float, took_s: float = 10, largest: int = 0) -> 
 
 def test_one_later_save_soon_after_a_copy_is_a_doubt():
     copied = [times(number, 0.01 * number, 0.1) for number in (100, 200, 300)]
-    assert write_order(copied[-1], [*copied, times(110, 9_000)]).order is Order.DOUBTFUL
+    assert write_order(copied[-1], [*copied, times(110, 9_000)]).state is BranchState.DOUBTFUL
 
 
 def test_one_later_save_among_saves_of_training_is_a_branch():
     trained = [times(number, 10 * number) for number in (100, 200, 300)]
-    assert write_order(trained[-1], [*trained, times(110, 9_000)]).order is Order.WENT_BACK
+    assert write_order(trained[-1], [*trained, times(110, 9_000)]).state is BranchState.WENT_BACK
 
 
 def test_a_save_within_the_difference_of_clocks_is_a_doubt():
     trained = [times(number, 10 * number) for number in (100, 200, 300)]
-    assert write_order(trained[-1], [*trained, times(110, 3_100)]).order is Order.DOUBTFUL
+    assert write_order(trained[-1], [*trained, times(110, 3_100)]).state is BranchState.DOUBTFUL
 
 
 def test_large_files_that_follow_each_other_as_by_a_copy_are_no_branch():
     n_bytes = 100 * 10**9
     by_name = [times(n, 1_000 * place, 0, n_bytes) for place, n in enumerate((1000, 200, 300))]
-    assert write_order(by_name[0], by_name).order is Order.COPIED
+    assert write_order(by_name[0], by_name).state is BranchState.COPIED
 
 
 def test_storage_without_times_proves_nothing():

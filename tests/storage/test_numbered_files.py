@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import AlreadyExists
+from ckptctl.storage.contract import NumberedFiles
 from ckptctl.storage.local import LocalStore
-from ckptctl.storage.numbered_files import NumberedFiles
 
 
 @pytest.mark.parametrize("other", [b"x", b"of another", b"of another writer, and longer" * 9])

@@ -11,7 +11,8 @@ from train_ranks import ends, ranks
 
 torch = pytest.importorskip("torch")
 
-from ckptctl.selection.history import ATTEMPTS_FOLDER, resumed_from  # noqa: E402
+from ckptctl.formats.own.files import ATTEMPTS_FOLDER  # noqa: E402
+from ckptctl.selection.history import resumed_from  # noqa: E402
 from ckptctl.storage.local import LocalStore  # noqa: E402
 from ckptctl.train import Checkpointer  # noqa: E402
 

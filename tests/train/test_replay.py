@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from one_process import Job, run  # noqa: E402
 
 from ckptctl.errors import NothingToResume, UsageError  # noqa: E402
-from ckptctl.selection.history import ATTEMPTS_FOLDER  # noqa: E402
+from ckptctl.formats.own.files import ATTEMPTS_FOLDER  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -26,12 +26,18 @@ import msgspec
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.bounded_json import NotJson, Numbers, decode_json
 from ckptctl.formats.digests import sha256_of
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formatting import rfc3339
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Fields = dict[str, object]
+
+ATTEMPTS_FOLDER = f"{OWN_FOLDER}/attempts"
+"""The folder of a root with the ledgers of its attempts and the reports of their resumes."""
+REPORT_SUFFIX = ".resume.json"
+"""Behind the name of the attempt, the name of the report of its resume."""
 
 MAX_STRING = 4096
 """Characters of one string: what a person writes into a mark, or a path."""

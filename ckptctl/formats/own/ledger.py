@@ -10,7 +10,7 @@ the resume.
 """
 
 # Annotations stay objects, so that reading a line evaluates no string as code.
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +18,13 @@ from msgspec import Meta
 
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.formats.own.files import classes_by_event, made_of, parsed
+from ckptctl.formats.own.files import (
+    ATTEMPTS_FOLDER,
+    REPORT_SUFFIX,
+    classes_by_event,
+    made_of,
+    parsed,
+)
 from ckptctl.model import Count, Time
 
 if TYPE_CHECKING:
@@ -67,21 +73,13 @@ class StartedLine(LedgerLine):
 
 @dataclass(slots=True, kw_only=True)
 class ResumedLine(LedgerLine):
-    """The job has resumed."""
+    """The job has resumed; the report of the resume states how."""
 
     event: Literal["resumed"] = "resumed"
     step: Count | None
     """The step that was loaded; null for a fresh run."""
-    path: str | None
-    """Its address."""
     metadata: Mapping[str, str] | None
     """The SHA-256 of its metadata files, by path."""
-    tokens: Count | None
-    """Tokens that the run had consumed there."""
-    rejected: Sequence[Count | None] | None
-    """The newer steps that were not loaded."""
-    previous: str | None
-    """The attempt before."""
     load_s: Seconds | None
     """How long choosing, loading and restoring took."""
 
@@ -191,11 +189,10 @@ def read_line(data: bytes) -> LedgerLine:
 
 
 REPORT_SCHEMA = "ckptctl.resume/1"
-REPORT_SUFFIX = ".resume.json"
 
 
 @dataclass(slots=True, kw_only=True)
-class ResumeReport:
+class ResumeFields:
     """What is read of the report of a resume; `documents.ResumeDocument` is all of it."""
 
     schema: str | None
@@ -210,7 +207,15 @@ class ResumeReport:
     cluster: Mapping[str, object] | None
 
 
-def read_report(store: "Store", path: str) -> ResumeReport:
+def report_paths(store: "Store", folder: str = ATTEMPTS_FOLDER) -> list[str]:
+    """The resume reports in a folder, newest first; none without the folder. Cost: one listing."""
+    from ckptctl.storage.contract import list_if_there
+
+    paths = (entry.path for entry in list_if_there(store, folder))
+    return sorted((path for path in paths if path.endswith(REPORT_SUFFIX)), reverse=True)
+
+
+def read_report(store: "Store", path: str) -> ResumeFields:
     """The report of a resume. Raises `OwnFileUnreadable` for anything else; cost: one read."""
     from ckptctl.storage.contract import TooLarge  # whoever only reads lines needs no storage
 
@@ -218,4 +223,4 @@ def read_report(store: "Store", path: str) -> ResumeReport:
         data = store.read(path, limit=MAX_LINE_BYTES)
     except TooLarge as error:
         raise OwnFileUnreadable(error.message) from error
-    return made_of(ResumeReport, parsed(data, MAX_LINE_BYTES, numbers="finite"))
+    return made_of(ResumeFields, parsed(data, MAX_LINE_BYTES, numbers="finite"))
