@@ -240,7 +240,9 @@ CODES: Mapping[str, Code] = {
     "step.confirmed": _note("training has shown that the step is good"),
     "seal.digest": _fault(Verdict.CORRUPT, "a file does not match the seal", _BYTES),
     "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated", _WHOLE),
-    "seal.bad-signature": _fault(Verdict.UNVERIFIABLE, "the seal was not made with the given key"),
+    "seal.bad-signature": _fault(
+        Verdict.UNVERIFIABLE, "the seal was not made with the given key, or by its signer"
+    ),
     "seal.required": _fault(Verdict.UNVERIFIABLE, "a seal is required, and none proves the step"),
     "seal.not-compared": _fault(
         Verdict.UNVERIFIABLE, "a seal is required, and it was not compared with every byte"
@@ -251,6 +253,8 @@ CODES: Mapping[str, Code] = {
     "seal.outdated": _warning("the step was saved again after it was sealed", _ONE_SAVE),
     "seal.partial": _warning("the seal does not cover the whole step"),
     "seal.unkeyed": _warning("the seal was made without a key, and one was given"),
+    "seal.unsigned": _warning("a signature is required, and the seal has none"),
+    "seal.other-signer": _warning("the seal is signed with another key than those required"),
     "seal.no-key": _note("the seal was made with a key, and none was given"),
     "seal.other-run": _warning("the step was sealed for another run"),
     "seal.renamed": _warning("the step was sealed under another name"),
@@ -474,6 +478,10 @@ class Report:
     """The id of the run that the seal is of; null where no seal is of this save."""
     seal_sequence: int | None = None
     """The place of the seal in the order of the root's seals; null where none is of this save."""
+    seal_signer: str | None = None
+    """The fingerprint of the key that signed the seal, as the seal names it; null without one."""
+    seal_signer_verified: bool = False
+    """A signature was required, and the one of this signer matches the seal."""
     bytes_in_records: int = 0
     """At level content: bytes of all records."""
     bytes_proven: int = 0

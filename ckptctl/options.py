@@ -22,6 +22,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, TypeVarTuple,
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.model import STATE_KINDS, Level, Preference
 from ckptctl.redaction import hide, hide_address, hide_options, is_harmless_option
+from ckptctl.signatures import private_key, public_key
 
 TIMEOUT_S = 30.0
 """How long one answer of a storage is waited for, by default."""
@@ -207,7 +208,8 @@ class Requirements:
     """What counts as a step, and what is required of it beyond being complete.
 
     Each field is what the help of its option says. `require` and `allow_globals` are lists, or
-    texts with commas. `key` has at least `MIN_KEY_BYTES` bytes.
+    texts with commas. `key` has at least `MIN_KEY_BYTES` bytes. `require_signature` holds the
+    contents of files with public keys, `signing_key` of one with a private key without a password.
     """
 
     require: Annotated[
@@ -294,6 +296,25 @@ class Requirements:
             common=False,
         ),
     ] = field(default=None, repr=False)
+    require_signature: Annotated[
+        Collection[bytes],
+        Parameter(
+            "--require-signature FILE",
+            "Require a seal as --require-seal does, signed by the private key of the public key in "
+            "FILE (Ed25519 or ECDSA P-256, of OpenSSH or PEM); may be given several times: by any "
+            "of them.",
+            common=False,
+        ),
+    ] = ()
+    signing_key: Annotated[
+        bytes | None,
+        Parameter(
+            "--sign FILE",
+            "Sign the seal with the private key in FILE, which only you can read (chmod 600); "
+            "CKPTCTL_SIGN_PASSWORD is its password, if it has one.",
+            common=False,
+        ),
+    ] = field(default=None, repr=False)
     remote_checksums: Annotated[
         bool,
         Parameter(
@@ -326,7 +347,12 @@ class Requirements:
         """
         if level is not None:
             return level is Level.CONTENT
-        return self.require_seal and (self.key is not None or not self.remote_checksums)
+        return self.require_seal and (self.detects_intent or not self.remote_checksums)
+
+    @property
+    def detects_intent(self) -> bool:
+        """Whether a seal that another person made is refused: there are keys to check it with."""
+        return self.key is not None or bool(self.require_signature)
 
     def __post_init__(self) -> None:
         allowed = self.allow_globals
@@ -370,6 +396,19 @@ class Requirements:
         not_negative("grace", self.grace_s)
         if self.key is not None:
             hide(self.key)
+        keys = self.require_signature
+        keys = (keys,) if isinstance(keys, bytes) else tuple(keys)
+        object.__setattr__(self, "require_signature", keys)
+        for number, public in enumerate(keys, 1):
+            if not isinstance(public, bytes):
+                raise OptionError("--require-signature", "takes the content of files, as bytes")
+            public_key(public, f"public key {number}")
+        if keys:
+            object.__setattr__(self, "require_seal", True)
+        if self.signing_key is not None:
+            hide(self.signing_key)
+            object.__setattr__(self, "signing_key", private_key(self.signing_key, None))
+            hide(self.signing_key)
         if self.seal_run is not None and not _RUN.fullmatch(self.seal_run):
             raise OptionError(
                 "--seal-run", f"is {self.seal_run!r}; the id of a run has 32 hexadecimal digits"
@@ -404,6 +443,8 @@ class StepKeywords(StorageKeywords, total=False):
     seal_run: str | None
     seal_sequence: int | None
     key: bytes | None
+    require_signature: Collection[bytes]
+    signing_key: bytes | None
     remote_checksums: bool
     marks: str | None
     allow_globals: Collection[str]

@@ -24,6 +24,7 @@ from ckptctl.diagnostics.advice import Advice, Diagnosis
 from ckptctl.findings import Severity
 from ckptctl.formatting import counted, listed
 from ckptctl.options import Parameter, StorageOptions
+from ckptctl.signatures import PASSWORD
 
 EXAMPLES = (
     "ckptctl doctor train.sbatch",
@@ -76,7 +77,7 @@ def _own_variables() -> frozenset[str]:
     variables = {
         str(parameter.envvar) for name in COMMANDS for parameter in command_of(name).params
     }
-    return frozenset(variables) | for_jobs | {SEAL_KEY, "CKPTCTL_COLUMNS"}
+    return frozenset(variables) | for_jobs | {SEAL_KEY, PASSWORD, "CKPTCTL_COLUMNS"}
 
 
 def diagnosis_lines(found: Diagnosis) -> list[Line]:

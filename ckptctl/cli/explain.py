@@ -259,8 +259,8 @@ _CLOSED = frozenset(
 _DIGEST: Schema = {
     "type": "string",
     "pattern": "^[0-9a-f]{64}$",
-    "description": "SHA-256 of the document without `digest` and `hmac`: keys sorted, no spaces, "
-    "ASCII only.",
+    "description": "SHA-256 of the document without `digest`, `hmac` and `signature`: keys sorted, "
+    "no spaces, ASCII only.",
 }
 
 

@@ -28,6 +28,7 @@ from ckptctl.options import (
     StorageOptions,
 )
 from ckptctl.redaction import hide
+from ckptctl.signatures import PASSWORD, private_key, public_key
 
 COMMAND_LINE_ONLY = frozenset(
     {
@@ -237,6 +238,8 @@ def _json_or_text(value: str) -> object:
 
 _MAX_OPTION = 1 << 20
 
+# Keys
+
 
 def seal_key(key_file: str | None) -> bytes | None:
     """The key of seals: what is in the file, or in the environment, or None.
@@ -247,65 +250,81 @@ def seal_key(key_file: str | None) -> bytes | None:
     if key_file is None:
         key = os.environb.get(SEAL_KEY.encode(), b"")
     else:
-        key = _read_key_file(key_file)
-        if not key.strip() or len(key) > _MAX_KEY_BYTES:
-            raise UsageError(
-                f"the key file {key_file} has {'no key' if not key.strip() else 'more than a key'}"
-                " in it",
-                next_command="openssl rand -hex 32",
-            )
+        key = _read_key_file(key_file, "openssl rand -hex 32")
     key = key.rstrip(b"\r\n")
     hide(key)
     return key or None
 
 
-# The file with the key of seals
+def signing_key(key_file: str | None) -> bytes | None:
+    """The private key in a file, without its password; None where there is no file."""
+    if key_file is None:
+        return None
+    data = _read_key_file(key_file, "ssh-keygen -t ed25519")
+    return private_key(data, os.environb.get(PASSWORD.encode()) or None, f"the key file {key_file}")
+
+
+def public_keys(key_files: Sequence[str] | None) -> tuple[bytes, ...]:
+    """What files with one public key each hold."""
+    found = []
+    for path in key_files or ():
+        data = _read_key_file(path, "ssh-keygen -t ed25519", is_public=True)
+        public_key(data, f"the key file {path}")
+        found.append(data)
+    return tuple(found)
+
 
 _MAX_KEY_BYTES = 4096
 
 
-def _read_key_file(path: str) -> bytes:
-    """The first bytes of a key file, one more than a key may have.
+def _read_key_file(path: str, how_to_make: str, *, is_public: bool = False) -> bytes:
+    """The content of a file with one key.
 
     A key that others know proves nothing. Accepted is a file of the caller or of root that only its
     owner can read; a file of root may also be readable by one of the caller's own groups, as the
     secrets are that Kubernetes mounts with an `fsGroup` (0440, behind the links of `..data`). The
     file is opened once, and what is read is what was checked. Raises `UsageError` where it cannot
-    be read, or others can read it, write it, or put another one in its place.
+    be read, is no key by its size, or others can write it, put another one in its place, or read
+    it unless it `is_public`.
     """
     try:
         about = os.stat(path)
         if not (stat.S_ISREG(about.st_mode) or stat.S_ISFIFO(about.st_mode)):
             raise UsageError(f"the key file {path} is no regular file")
-        _check_key_file(
-            path, about
-        )  # before it is opened: the pipe of another user would never end
+        # Before it is opened: the pipe of another user would never end.
+        _check_key_file(path, about, is_public)
         with open(path, "rb") as file:
-            _check_key_file(path, os.fstat(file.fileno()))
-            return file.read(_MAX_KEY_BYTES + 1)
+            _check_key_file(path, os.fstat(file.fileno()), is_public)
+            key = file.read(_MAX_KEY_BYTES + 1)
     except OSError as error:
         raise UsageError(f"the key file {path}: {error.strerror}") from error
+    if not key.strip() or len(key) > _MAX_KEY_BYTES:
+        raise UsageError(
+            f"the key file {path} has {'no key' if not key.strip() else 'more than a key'} in it",
+            next_command=how_to_make,
+        )
+    return key
 
 
-def _check_key_file(path: str, about: os.stat_result) -> None:
-    why = next(_weaknesses(path, about), None)
+def _check_key_file(path: str, about: os.stat_result, is_public: bool) -> None:
+    why = next(_weaknesses(path, about, is_public), None)
     if why is not None:
         raise UsageError(
             f"the key file {path} {why}; a key that others know, or can replace, proves nothing",
-            next_command=f"chmod 600 {shlex.quote(path)}",
+            next_command=f"chmod {'go-w' if is_public else '600'} {shlex.quote(path)}",
         )
 
 
-def _weaknesses(path: str, about: os.stat_result) -> Iterator[str]:
+def _weaknesses(path: str, about: os.stat_result, is_public: bool) -> Iterator[str]:
     own, mode = (os.geteuid(), 0), stat.S_IMODE(about.st_mode)
     if about.st_uid not in own:
         yield f"belongs to the user {about.st_uid}, and neither to you nor to root"
     if mode & 0o022:
         yield f"can be written by others (mode {mode:04o})"
-    if mode & 0o007:
+    if mode & 0o007 and not is_public:
         yield f"can be read by others (mode {mode:04o})"
     own_group = about.st_gid in (os.getegid(), *os.getgroups())
-    if mode & 0o070 and not (about.st_uid == 0 and own_group):
+    if mode & 0o070 and not (is_public or (about.st_uid == 0 and own_group)):
         yield f"can be read by its group (mode {mode:04o})"
     if stat.S_ISFIFO(about.st_mode):
         return  # such as `<(command)`: it has no name that others could take
@@ -433,7 +452,15 @@ def _reader(spec: str) -> Callable[[Any], Any] | None:
             return partial(parse_exit_codes, name=name)
         case "KEY=VALUE":
             return parse_storage_options
-    return seal_key if name == "--key-file" else None
+    return _KEYS.get(name)
+
+
+_KEYS: Mapping[str, Callable[[Any], Any]] = {
+    "--key-file": seal_key,
+    "--sign": signing_key,
+    "--require-signature": public_keys,
+}
+"""What reads the file of a key."""
 
 
 _PATHS = frozenset({"A", "B", "DIR", "DST", "FILE", "LOG", "PATH", "ROOT", "SRC", "STEP", "TARGET"})
@@ -516,10 +543,12 @@ def _shown(default: Any) -> str:
     return f"{default >> 20}M" if isinstance(default, int) else ""
 
 
-OfStep = Annotated[
-    Requirements,
-    only(*(option.name for option in options_of(Requirements))) - {"remote_checksums"},
-]
+_OF_STEP = only(*(option.name for option in options_of(Requirements))) - {"sign"}
+
+OfOneStep = Annotated[Requirements, _OF_STEP]
+"""What `verify` requires of a step."""
+
+OfStep = Annotated[Requirements, _OF_STEP - {"remote_checksums"}]
 """What `pick` and the commands that choose as it does require of a step."""
 
 OfNames = Annotated[Requirements, only("pattern")]

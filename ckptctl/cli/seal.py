@@ -15,6 +15,7 @@ from ckptctl.selection.sealing import Sealed
 EXAMPLES = (
     "ckptctl seal /shared/ckpt/run-1234@latest",
     "ckptctl seal s3://bucket/run-1234/step_1200 --key-file /etc/ckptctl/seal.key",
+    "ckptctl seal /shared/ckpt/run-1234@latest --replace --sign ~/.ssh/id_ed25519",
 )
 EXIT_CODES = (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)
 
@@ -38,7 +39,8 @@ def seal(
     jobs: JobsOpt = None,
     *,
     requirements: Annotated[
-        Requirements, only("key_file", "saved_world_size", "marks", "pattern", "state", "grace")
+        Requirements,
+        only("key_file", "sign", "saved_world_size", "marks", "pattern", "state", "grace"),
     ],
     storage: StorageOptions,
     out: Output,
@@ -81,11 +83,13 @@ def sealed_lines(sealed: Sealed) -> list[Line]:
     digested += f", digests by {sealed.kind}"
     if sealed.n_stored:
         digested += f", the store's own checksums of {counted(sealed.n_stored, 'file')}"
+    signed = [] if sealed.signer is None else [line(f"  signed by {sealed.signer}", hang=4)]
     written = "replaced " if sealed.replaced else "written to "
     return [
         line(StyledText("sealed", "good"), " ", StyledText(sealed.url, "name"), solid=True),
         line(f"  {digested}", hang=4),
         line(f"  inspected first, at level {sealed.report.level.value}", hang=4),
+        *signed,
         line(f"  place {sealed.sequence:,} of the seals of run {sealed.run}", hang=4),
         line("  ", written, StyledText(sealed.path, "name"), solid=True),
         EMPTY,

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import ckptctl
-from ckptctl.cli.options import LevelOpt, StepArg
+from ckptctl.cli.options import LevelOpt, OfOneStep, StepArg
 from ckptctl.cli.output import MakeDocument, Output, document_of, process_group
 from ckptctl.cli.pictures import (
     CLAIMED_BY_VERIFIED,
@@ -39,7 +39,7 @@ from ckptctl.cli.rendering import (
 from ckptctl.findings import ByStore, Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, exact_size, size, utc, when
 from ckptctl.model import Level
-from ckptctl.options import ContentOptions, Requirements, StorageOptions
+from ckptctl.options import ContentOptions, StorageOptions
 from ckptctl.records.byte_pass import Stop
 from ckptctl.selection.targets import parse_target
 
@@ -56,7 +56,7 @@ def verify(
     level: LevelOpt = None,
     *,
     content: ContentOptions,
-    requirements: Requirements,
+    requirements: OfOneStep,
     storage: StorageOptions,
     out: Output,
 ) -> int:
@@ -230,6 +230,9 @@ def _facts(report: Report, now_s: float) -> list[str]:
     if report.seal is not None:
         what = "every byte" if report.level is Level.CONTENT else "sizes and metadata"
         facts.append(f"sealed by {report.seal}; {what} compared with the seal")
+    if report.seal_signer is not None:
+        how = "verified" if report.seal_signer_verified else "not checked: --require-signature does"
+        facts.append(f"signed by {report.seal_signer}; {how}")
     if report.by_store is not None and report.by_store.n_same:
         facts.append(_by_store(report.by_store))
     if report.written_s is not None:

@@ -47,7 +47,9 @@ def watch(
     accept_unverifiable: AcceptAsItIsOpt = False,
     jobs: JobsOpt = None,
     *,
-    requirements: Annotated[Requirements, only("pattern", "state", "grace", "key_file", "marks")],
+    requirements: Annotated[
+        Requirements, only("pattern", "state", "grace", "key_file", "sign", "marks")
+    ],
     storage: StorageOptions,
     out: Output,
 ) -> int:

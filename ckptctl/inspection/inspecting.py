@@ -245,6 +245,7 @@ def _report(
 ) -> Report:
     requirements, state = context.requirements, context.state
     seal = context.notes.seal
+    signature = seal.signature if seal else None
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
     named = {part.path: frozenset(part.ranges.file_names) for part in parts if part.metadata}
     saved = _recorded_world_size(seal, context, saved_world_size(step.parts, named, state))
@@ -294,6 +295,12 @@ def _report(
         seal=seal.kind if seal else None,
         seal_run=seal.run if seal else None,
         seal_sequence=seal.sequence if seal else None,
+        seal_signer=signature.signer if signature else None,
+        seal_signer_verified=bool(
+            signature
+            and requirements.require_signature
+            and not any(finding.code == "seal.other-signer" for finding in findings)
+        ),
         bytes_in_records=proven.n_asked,
         bytes_proven=proven.n_bytes,
         records_proven=proven.n_records,

@@ -45,6 +45,7 @@ from ckptctl.formats.own.seals import (
     SealedFile,
     Stored,
     is_authentic,
+    is_signed,
     parse_seal,
     seal_digest,
 )
@@ -52,6 +53,7 @@ from ckptctl.formatting import at_most_few, command_line, counted, inside, some_
 from ckptctl.inspection.marks import check_marks, read_marks_file, unusable
 from ckptctl.model import Checksum, FileInfo, Kept, Step
 from ckptctl.options import Requirements
+from ckptctl.signatures import public_key
 from ckptctl.storage.contract import Store, TooLarge, list_if_there, read_if_there
 from ckptctl.storage.opening import base_name
 
@@ -93,8 +95,10 @@ def _check_binding(opened: OpenStep, seal: Seal, requirements: Requirements) -> 
 
     A root that records no run contradicts no seal; where a seal is required, it proves none either.
     A seal that other seals do not name contradicts nothing: they may have been made at the same
-    time, or removed. Yields `seal.other-run`, `seal.renamed`, `seal.rolled-back` and
-    `seal.set-back`. Cost: that of `seals_beside` and a read.
+    time, or removed. Each signer counts places from 1: a signed seal is contradicted only by those
+    of its signer, but where a key alone is given, as anybody could add a signature. Yields
+    `seal.other-run`, `seal.renamed`, `seal.rolled-back` and `seal.set-back`. Cost: that of
+    `seals_beside` and a read.
     """
     step, at_least = opened.step, requirements.seal_sequence
     run = requirements.seal_run or run_of(opened.store)
@@ -116,7 +120,14 @@ def _check_binding(opened: OpenStep, seal: Seal, requirements: Requirements) -> 
             "its number may have been there",
         )
     digest = seal_digest(seal)
-    beside = seals_beside(opened, seal.run, requirements.key, every=at_least is not None)
+    signer = seal.signature.signer if seal.signature else None
+    if requirements.key is not None and not requirements.require_signature:
+        signer = None
+    beside = [
+        other
+        for other in seals_beside(opened, seal.run, requirements, every=at_least is not None)
+        if signer is None or (other.signature and other.signature.signer == signer)
+    ]
     newer = (
         (other, earlier.sequence)
         for other in beside
@@ -145,15 +156,25 @@ def _about_seal(code: str, message: str) -> Finding:
     return Finding(code, SEAL, message, next_command=command_line("explain", code))
 
 
-def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[Finding]:
+def is_trusted(seal: Seal, requirements: Requirements) -> bool:
+    """Whether a seal was made with the key and by one of the signers, where they are required."""
+    key, signers = requirements.key, requirements.require_signature
+    return (key is None or is_authentic(seal, key)) and (not signers or is_signed(seal, signers))
+
+
+def check_seal(
+    seal: Seal, seen: Seen, requirements: Requirements = Requirements()
+) -> Iterator[Finding]:
     """Yield the contradictions between the listing, the metadata and a seal.
 
-    Yields `seal.bad-signature`, `seal.unkeyed`, `seal.no-key` about the seal itself;
-    `seal.foreign`, `seal.outdated`, `step.foreign` about whose it is; `seal.gone`,
-    `seal.digest`, `seal.partial`, `seal.extra` about files. Reads nothing.
+    Yields `seal.bad-signature`, `seal.unkeyed`, `seal.no-key`, `seal.unsigned`,
+    `seal.other-signer` about the seal itself; `seal.foreign`, `seal.outdated`, `step.foreign`
+    about whose it is; `seal.gone`, `seal.digest`, `seal.partial`, `seal.extra` about files.
+    Reads nothing.
     """
-    yield from _check_key(seal, key)
-    if key is not None and seal.hmac is not None and not is_authentic(seal, key):
+    about = [*_check_key(seal, requirements), *_check_signature(seal, requirements)]
+    yield from about
+    if any(finding.code == "seal.bad-signature" for finding in about):
         return
     other = _changed_metadata(seal, seen)
     if other and _is_of_another_step(seal, seen.step):
@@ -169,19 +190,20 @@ def check_seal(seal: Seal, seen: Seen, *, key: bytes | None = None) -> Iterator[
     yield from _check_unsealed(seal, seen)
 
 
-def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
-    if key is None and seal.hmac is not None:
+def _check_key(seal: Seal, requirements: Requirements) -> Iterator[Finding]:
+    key = requirements.key
+    if key is None and seal.is_keyed and not requirements.require_signature:
         yield Finding(
             "seal.no-key",
             SEAL,
             "the seal was made with a key, and none is given: its digests are compared, but "
             "whoever wrote the step could also have written the seal",
         )
-    elif key is not None and seal.hmac is None:
+    elif key is not None and not seal.is_keyed:
         yield Finding(
             "seal.unkeyed",
             SEAL,
-            f"a key is given, but the seal has none ({seal.algorithm.value}): it detects "
+            f"a key is given, but the seal has none ({seal.kind}): it detects "
             "damage, but not deliberate changes",
         )
     elif key is not None and not is_authentic(seal, key):
@@ -189,6 +211,31 @@ def _check_key(seal: Seal, key: bytes | None) -> Iterator[Finding]:
             "seal.bad-signature",
             "the seal does not match the key given: it was made with another key, or by someone "
             "who has none",
+        )
+
+
+def _check_signature(seal: Seal, requirements: Requirements) -> Iterator[Finding]:
+    signature, signers = seal.signature, requirements.require_signature
+    if not signers:
+        return
+    fingerprints = [public_key(signer).fingerprint for signer in signers]
+    if signature is None:
+        yield _about_seal(
+            "seal.unsigned",
+            f"a signature by {' or '.join(fingerprints)} is required, and the seal has none: it "
+            "was made without --sign, or the signature was removed",
+        )
+    elif signature.signer not in fingerprints:
+        yield _about_seal(
+            "seal.other-signer",
+            f"a signature by {' or '.join(fingerprints)} is required, and the seal names "
+            f"{signature.signer}",
+        )
+    elif not is_signed(seal, signers):
+        yield _about_seal(
+            "seal.bad-signature",
+            f"the signature does not match the seal and the public key {signature.signer}: "
+            "one of them was changed, or somebody else signed in its name",
         )
 
 
@@ -593,14 +640,14 @@ MAX_SEALS = 1_000
 def seals_beside(
     opened: OpenStep,
     run: str | None,
-    key: bytes | None,
+    requirements: Requirements,
     *,
     every: bool = False,
     root: Store | None = None,
 ) -> tuple[Seal, ...]:
-    """The seals of other steps of the root that are of the run, and made with the key.
+    """The seals of other steps of the root that are of the run, and trusted.
 
-    Without a key, all that can be read. A seal that is damaged, or of another run, shows
+    Without a key or signer, all that can be read. A seal that is damaged, or of another run, shows
     nothing and is left out, as one that may not be read: who can damage a seal can remove it.
     Those nearest to the step and the newest are read, at most
     `3 * MAX_NEIGHBOURS`; with `every` all, at most `MAX_SEALS`. `root` is where the step will
@@ -619,7 +666,7 @@ def seals_beside(
             seal = parse_seal(data or b"")
         except OwnFileUnreadable:
             continue
-        if seal.run == run and (key is None or is_authentic(seal, key)):
+        if seal.run == run and is_trusted(seal, requirements):
             seals.append(seal)
     return tuple(seals)
 
@@ -755,7 +802,7 @@ def read_notes(
     seal, unread = opened.seal
     about = [*unread]
     if seal is not None:
-        differences = check_seal(seal, Seen(step, digests, named), key=requirements.key)
+        differences = check_seal(seal, Seen(step, digests, named), requirements)
         # A file that the metadata misses, too, is one cause and one finding.
         about += [finding for finding in differences if finding.where not in known_faults]
         if (binds or requirements.require_seal) and applies_to_step(about):
@@ -763,7 +810,7 @@ def read_notes(
     if requirements.require_seal and (
         seal is None or any(finding.code in PROVES_NOTHING for finding in about)
     ):
-        about.append(_required(step, seal, about))
+        about.append(_required(step, seal, about, signed=bool(requirements.require_signature)))
     usable = seal if applies_to_step(about) else None
     pins = tuple(mark for mark in in_force(marks) if mark.word is MarkKind.PINNED)
     return Notes(usable, own, (*found, *about), pins)
@@ -812,18 +859,21 @@ def read_seal(opened: OpenStep) -> ReadSeal:
         return None, (unusable("seal.invalid", SEAL, "the seal", error.message),)
 
 
-def _required(step: Step, seal: Seal | None, about: Sequence[Finding]) -> Finding:
-    reasons = [finding.code for finding in about if finding.code in PROVES_NOTHING]
-    what = f"there is a seal, but {', '.join(reasons)}" if reasons else "there is none"
+def _required(step: Step, seal: Seal | None, about: Sequence[Finding], *, signed: bool) -> Finding:
+    proves_nothing = [finding for finding in about if finding.code in PROVES_NOTHING]
+    reasons = [finding.code for finding in proves_nothing]
+    what = "there is none"
+    if reasons:
+        what = f"there is a seal, but {', '.join(reasons)}: {proves_nothing[0].message}"
     return Finding(
         "seal.required",
         SEAL,
         f"a seal that proves the step is required; {what}",
-        expected="a seal of this save",
+        expected="a signed seal of this save" if signed else "a seal of this save",
         found=seal.kind if seal else "no seal",
-        next_command=command_line("seal", step.url)
-        if not reasons
-        else command_line("explain", reasons[0]),
+        next_command=command_line("explain", [*reasons, "seal.required"][0])
+        if reasons or signed
+        else command_line("seal", step.url),
     )
 
 

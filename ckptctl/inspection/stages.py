@@ -20,7 +20,7 @@ from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.formats.frameworks.layouts import StepName
-from ckptctl.formats.own.seals import SEAL, Seal, is_authentic
+from ckptctl.formats.own.seals import SEAL, Seal
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.coverage import check_part_coverage
 from ckptctl.inspection.file_kinds import check_gone
@@ -45,7 +45,7 @@ from ckptctl.inspection.rank_files import (
     unlisted,
 )
 from ckptctl.inspection.safetensors import check_safetensors
-from ckptctl.inspection.seals import NOTHING_NOTED, Notes, ask_store, read_notes
+from ckptctl.inspection.seals import NOTHING_NOTED, Notes, ask_store, is_trusted, read_notes
 from ckptctl.inspection.shape import (
     check_own_number,
     check_shape,
@@ -186,8 +186,7 @@ def _may_be_proven(opened: OpenStep, context: StageContext) -> bool:
     if any(part.path not in context.readable for part in opened.parts):
         return False
     seal, _ = opened.seal
-    key = context.requirements.key
-    return seal is not None and (key is None or is_authentic(seal, key))
+    return seal is not None and is_trusted(seal, context.requirements)
 
 
 def cheap_level(opened: OpenStep) -> Level:
@@ -528,7 +527,7 @@ def _not_by_store(seal: Seal, context: StageContext) -> str | None:
         return f"level {context.level.value} does not compare the bytes with it"
     if by_store.n_files != by_store.n_same:
         return "the store's checksums prove only a part of the files"
-    if context.requirements.key is None:
+    if not context.requirements.detects_intent:
         return None
     names = {
         file.stored.algorithm

@@ -55,7 +55,8 @@ _HANDED_ON = frozenset(
         # where the storage and its steps are
         *("STORAGE_OPTION", "ENDPOINT_URL", "TIMEOUT", "PATTERN", "MARKS"),
         # stricter checks, and proof of a step
-        *("KEY_FILE", "SEAL_KEY", "REQUIRE_SEAL", "SEAL_RUN", "SEAL_SEQUENCE", "RESTART_COUNT"),
+        *("KEY_FILE", "SEAL_KEY", "REQUIRE_SEAL", "REQUIRE_SIGNATURE"),
+        *("SEAL_RUN", "SEAL_SEQUENCE", "RESTART_COUNT"),
         # resource limits and output format
         *("JOBS", "MEMORY", "COLOR", "COLUMNS", "DEBUG"),
     )

@@ -26,7 +26,7 @@ from ckptctl.formats.own.seals import (
     Identity,
     Seal,
     SealedFile,
-    is_authentic,
+    parse_seal,
     seal_bytes,
     seal_digest,
 )
@@ -38,6 +38,7 @@ from ckptctl.inspection.seals import (
     PROVES_NOTHING,
     as_kept,
     best_of,
+    is_trusted,
     next_place,
     seals_beside,
     written_ms,
@@ -57,6 +58,7 @@ from ckptctl.records.byte_pass import DigestRun, Limits, OnProgress, Stretch, re
 from ckptctl.selection.history import run_for_seal
 from ckptctl.selection.marking import user_name
 from ckptctl.selection.verifying import OpenTarget, open_target
+from ckptctl.signatures import public_key_of
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import join_url
 
@@ -75,7 +77,7 @@ class Sealed:
     replaced: bool
     """The seal replaced another one."""
     kind: str
-    """`xxh3-128`, or `sha256 with a key`; empty where the step was refused."""
+    """`xxh3-128`, or `sha256 with a signature`; empty where the step was refused."""
     n_files: int
     """Files that were digested."""
     n_bytes: int
@@ -91,6 +93,8 @@ class Sealed:
     """The id of the run that the seal is of; empty where the step was refused."""
     sequence: int = 0
     """The place of the seal in the order of the root's seals; 0 where the step was refused."""
+    signer: str | None = None
+    """The fingerprint of the key that signed the seal; null without a signature."""
 
 
 LEVEL = Level.CONTENT
@@ -112,7 +116,8 @@ def seal(
     """Write the digests of a complete step to `.ckptctl/seal.json` in it.
 
     `step` is named as for `verify`. Without `key` the digests are xxh3-128 and detect
-    damage; with one they are SHA-256, and the seal cannot be made without the key.
+    damage; with one they are SHA-256, and the seal cannot be made without the key. With
+    `signing_key` they are SHA-256, and whoever verifies the signature cannot make one.
     `replace` replaces an existing seal. `adopt` is the reason why a step that was sealed for
     another root, or under another name, belongs to this one: its bytes are compared with that
     seal, and the new one records who decided it, when and why. `accept_unverifiable` seals
@@ -170,9 +175,8 @@ def seal_found(
     unproven = report.verdict is Verdict.UNVERIFIABLE
     if not (report.usable or (accept_unverifiable and unproven)):
         return _refused(report)
-    key = requirements.key
     adopted = None if adopt is None else _adopted(inspected, adopt)
-    algorithm = Algorithm.XXH3 if key is None else Algorithm.SHA256
+    algorithm = digests_for(requirements)
     sealed = [file for file in found.files if is_sealed(file)]
     try:
         files, unequal = digested(found.store, found.folder, sealed, algorithm, second)
@@ -194,15 +198,15 @@ def seal_found(
         adopted=adopted,
     )
     try:
-        made = bound(found, made, key, root)
-        _write(found, seal_bytes(made, key), replace=had_one)
+        data = bound(found, made, requirements, root)
+        _write(found, data, replace=had_one)
     except AccessDenied as error:
         raise AccessDenied(
             f"{error.message}; the seal was not written, and the step is unchanged",
             next_command=command_line("verify", found.url),
         ) from error
     path = join_url(found.store.url, found.in_store(SEAL))
-    return _sealed(inspected.report, made, path, keyed=key is not None, replaced=had_one)
+    return _sealed(inspected.report, parse_seal(data), path, replaced=had_one)
 
 
 _ADOPTABLE = frozenset({"seal.other-run", "seal.renamed", "seal.rolled-back"})
@@ -227,20 +231,31 @@ def _adopted(inspected: Inspection, reason: str) -> Adoption:
     return Adoption(seal.run, seal_digest(seal), user_name(), time_now(), reason)
 
 
-def bound(opened: OpenStep, made: Seal, key: bytes | None, root: Store | None = None) -> Seal:
-    """The seal, bound to its root: with the run, its place in the order, and the seals there.
+def digests_for(requirements: Requirements) -> Algorithm:
+    """How files are digested for a seal that is made with the keys of the requirements."""
+    is_plain = requirements.key is None and requirements.signing_key is None
+    return Algorithm.XXH3 if is_plain else Algorithm.SHA256
+
+
+def bound(
+    opened: OpenStep, made: Seal, requirements: Requirements, root: Store | None = None
+) -> bytes:
+    """The seal as it is stored, bound to its root: with run, place in the order, and seals there.
 
     `root` is where the step will be, if it is not published yet. Two that are made at once may
-    get the same place, and do not name each other. Raises
-    `StorageError`: without what was sealed before, a place might be lower than it has to be.
+    get the same place, and do not name each other. Only seals with the same key and signer count:
+    what somebody else wrote is not signed. Raises `StorageError`: without what was sealed before,
+    a place might be lower than it has to be.
     """
     run = run_for_seal(root or opened.store)
+    signing_key = requirements.signing_key
+    signers = () if signing_key is None else (public_key_of(signing_key).line,)
+    same = replace(requirements, require_signature=signers)
     own, _ = opened.seal
-    known = own
-    if own is not None and (own.run != run or not (key is None or is_authentic(own, key))):
-        known = None
-    sequence, earlier = next_place(seals_beside(opened, run, key, root=root), known)
-    return replace(made, run=run, sequence=sequence, earlier=tuple(earlier))
+    known = own if own is not None and own.run == run and is_trusted(own, same) else None
+    sequence, earlier = next_place(seals_beside(opened, run, same, root=root), known)
+    seal = replace(made, run=run, sequence=sequence, earlier=tuple(earlier))
+    return seal_bytes(seal, requirements.key, signing_key)
 
 
 def _sealed_already(found: OpenTarget) -> UsageError:
@@ -359,7 +374,7 @@ def _refused(report: Report) -> Sealed:
     )
 
 
-def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: bool) -> Sealed:
+def _sealed(report: Report, made: Seal, path: str, *, replaced: bool) -> Sealed:
     n_files = len(made.files)
     proof = "proven whole" if report.usable else "without proof that it is complete,"
     return Sealed(
@@ -367,7 +382,7 @@ def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: boo
         number=report.number,
         path=path,
         replaced=replaced,
-        kind=made.algorithm.value + (" with a key" if keyed else ""),
+        kind=made.kind,
         n_files=n_files,
         n_bytes=made.n_bytes,
         report=report,
@@ -378,4 +393,5 @@ def _sealed(report: Report, made: Seal, path: str, *, keyed: bool, replaced: boo
         n_stored=sum(bool(file.stored and file.stored.checksum) for file in made.files),
         run=made.run,
         sequence=made.sequence,
+        signer=made.signature.signer if made.signature else None,
     )

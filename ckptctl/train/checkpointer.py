@@ -320,8 +320,8 @@ class Checkpointer:
         attempt = self._begun()
         if self._job.group.is_first and step > attempt.saved:
             attempt.record(SavingLine(step=step))
-        key = self._job.selection.requirements.key
-        return StepSave(self._save_store, group, step, attempt, self._job.options, key)
+        requirements = self._job.selection.requirements
+        return StepSave(self._save_store, group, step, attempt, self._job.options, requirements)
 
     def _state(
         self,

@@ -38,7 +38,7 @@ from ckptctl.formats.own.contract import CONTRACT_FILE, contract_bytes, terms_of
 from ckptctl.formats.own.data_ledger import DATA_FILE, DataFields, data_bytes
 from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.marks import MarkKind
-from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, seal_bytes
+from ckptctl.formats.own.seals import SEAL, Seal, SealedFile
 from ckptctl.formatting import command_line
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
@@ -50,7 +50,7 @@ from ckptctl.selection.fencing import check_token
 from ckptctl.selection.history import check_sentinel
 from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
-from ckptctl.selection.sealing import bound, digested, identity_of, is_sealed
+from ckptctl.selection.sealing import bound, digested, digests_for, identity_of, is_sealed
 from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Held, move_aside
@@ -103,7 +103,7 @@ class StepSave:
         number: int,
         attempt: RankAttempt,
         options: TrainOptions,
-        key: bytes | None,
+        requirements: Requirements,
     ) -> None:
         self.number = number
         self.name = options.step_format.format(number)
@@ -120,7 +120,7 @@ class StepSave:
         self._attempt = attempt
         self._seals = options.seal
         self._contract = terms_of(options.contract)
-        self._key = key
+        self._requirements = requirements
 
     @property
     def url(self) -> str:
@@ -363,8 +363,8 @@ class StepSave:
         )
         self._check_token()
         try:
-            made = bound(inspected.opened, made, self._key)
-            self._store.put(f"{self.name}/{SEAL}", seal_bytes(made, self._key))
+            data = bound(inspected.opened, made, self._requirements)
+            self._store.put(f"{self.name}/{SEAL}", data)
         except StorageError as error:
             raise SaveFailed(
                 f"step {self.number} is complete but was not sealed: {error.message}",
@@ -375,7 +375,7 @@ class StepSave:
 
     @property
     def _algorithm(self) -> Algorithm:
-        return Algorithm.XXH3 if self._key is None else Algorithm.SHA256
+        return digests_for(self._requirements)
 
     def _check_token(self) -> None:
         check_token(self._store, self._attempt.token)

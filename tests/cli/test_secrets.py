@@ -44,6 +44,7 @@ HARMLESS = {
         *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
         *("--state", "--transcript", "--work", "--endpoint-url", "--ignore"),
         *("--follow-links", "--resume-from", "--config", "--contract"),
+        *("--sign", "--require-signature"),
     ),
     "a time, a size, a number, a code or a word of a list": (
         *("--backoff", "--bandwidth", "--compile", "--connect", "--deadline", "--exit-code"),
@@ -134,6 +135,7 @@ ENVIRONMENT = {
     "AZURE_STORAGE_SAS_TOKEN": f"?sv=2022&sig={quote(CANARY, safe='')}",
     "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps({"private_key": CANARY}),
     "CKPTCTL_SEAL_KEY": f"{CANARY}-0123456789abcdef",
+    "CKPTCTL_SIGN_PASSWORD": CANARY,
     "CKPTCTL_UNHEARD_OF": CANARY,
     "HTTPS_PROXY": f"http://user:{quote(CANARY, safe='')}@127.0.0.1:9",
 }

@@ -70,7 +70,7 @@ def changed(data: bytes, change, *, resealed: bool = True) -> bytes:
     document = json.loads(data)
     change(document)
     if resealed:
-        rest = {k: v for k, v in document.items() if k not in ("digest", "hmac")}
+        rest = {k: v for k, v in document.items() if k not in ("digest", "hmac", "signature")}
         document["digest"] = digest_of(rest)
     return canonical(document)
 

@@ -22,6 +22,7 @@ LAYERS = {
     "formatting": 0,
     "outside_numbers": 0,
     "redaction": 0,
+    "signatures": 0,
     "starting": 0,
     "storage": 1,
     "distributed": 1,
@@ -49,7 +50,17 @@ LAYERS = {
 TOP = "__init__"
 
 TORCH_ALLOWED = ("distributed", "train")
-HEAVY = ("torch", "numpy", "s3fs", "obstore", "fsspec", "zstandard", "rich", "jsonschema")
+HEAVY = (
+    "torch",
+    "numpy",
+    "s3fs",
+    "obstore",
+    "fsspec",
+    "zstandard",
+    "rich",
+    "jsonschema",
+    "cryptography",
+)
 """Never at the top of a module: imported inside the function that needs them."""
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))

@@ -15,6 +15,7 @@ from ckptctl.inspection import seals as checks
 from ckptctl.inspection.content import SealComparison
 from ckptctl.inspection.seals import Seen, applies_to_step, check_seal, is_unwritten, written_ms
 from ckptctl.model import Step
+from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import DigestRun, Limits, Piece, Stretch, read_runs
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.local import LocalStore
@@ -223,16 +224,18 @@ def test_metadata_that_does_not_decode_is_left_to_the_finding_that_says_so(root)
 
 def test_the_key_decides_who_may_have_made_the_seal(root):
     plain, signed = sealed(root), sealed(root, algorithm=Algorithm.SHA256, key=KEY)
-    assert codes(check_seal(signed, seen(root), key=KEY)) == []
+    assert codes(check_seal(signed, seen(root), Requirements(key=KEY))) == []
     assert codes(check_seal(signed, seen(root))) == ["seal.no-key"]
-    assert codes(check_seal(plain, seen(root), key=KEY)) == ["seal.unkeyed"]
-    assert codes(check_seal(signed, seen(root), key=b"x" * 32)) == ["seal.bad-signature"]
+    assert codes(check_seal(plain, seen(root), Requirements(key=KEY))) == ["seal.unkeyed"]
+    assert codes(check_seal(signed, seen(root), Requirements(key=b"x" * 32))) == [
+        "seal.bad-signature"
+    ]
 
 
 def test_a_forged_seal_is_not_asked_anything_further(root):
     signed = sealed(root, algorithm=Algorithm.SHA256, key=b"x" * 32)
     (root / "step_5" / "__1_0.distcp").unlink()
-    findings = list(check_seal(signed, seen(root), key=KEY))
+    findings = list(check_seal(signed, seen(root), Requirements(key=KEY)))
     assert codes(findings) == ["seal.bad-signature"]
     assert not applies_to_step(findings)
 

@@ -344,7 +344,9 @@ def reseal(path: Path, change: Callable[[dict], object]) -> None:
     """Change a seal as one who knows how they are made."""
     document = json.loads(path.read_text())
     change(document)
-    rest = {key: value for key, value in document.items() if key not in ("digest", "hmac")}
+    rest = {
+        key: value for key, value in document.items() if key not in ("digest", "hmac", "signature")
+    }
     path.write_bytes(canonical({**document, "digest": digest_of(rest)}))
 
 

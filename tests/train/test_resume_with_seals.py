@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 from damage import flip  # noqa: E402
 from one_process import Job, run  # noqa: E402
 
+import ckptctl  # noqa: E402
 from ckptctl.errors import NothingToResume  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -61,3 +63,19 @@ def test_an_unsealed_step_is_passed_over_without_counting_as_one_that_failed(roo
 def test_a_level_that_compares_no_bytes_is_refused(root, level):
     with pytest.raises(NothingToResume):
         resumed(root, level=level)
+
+
+def test_a_job_signs_its_saves_and_takes_only_those_that_its_signer_made(tmp_path):
+    key = tmp_path / "signer"
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key]
+    subprocess.run(make, check=True)
+    signer = {
+        "signing_key": key.read_bytes(),
+        "require_signature": [Path(f"{key}.pub").read_bytes()],
+    }
+    root = tmp_path / "run"
+    run(root, 9, **signer)
+    signed = {"require_seal": False, "key": None, **signer}
+    assert resumed(root, **signed) == 9
+    ckptctl.seal(f"{root}@9", replace=True)  # by somebody without the private key
+    assert resumed(root, **signed) == 6

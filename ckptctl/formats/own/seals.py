@@ -6,13 +6,14 @@ number, metadata, save ids, world size, train state. It is read strictly;
 `inspection.seals` compares the step with it.
 
 With a key the digests are SHA-256 and the seal bears an HMAC-SHA-256 over all of
-it, so that nobody without the key can make one.
+it, so that nobody without the key can make one. A signature is over the same bytes: the
+canonical JSON of all fields but `digest`, `hmac` and `signature`.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -31,6 +32,7 @@ from ckptctl.formats.own.files import (
     typed,
 )
 from ckptctl.model import Count, Hex, Positive, Sha256, StepNumber, Time
+from ckptctl.signatures import Signature, public_key, sign
 
 SEAL = f"{OWN_FOLDER}/seal.json"
 """Where the seal lies in its step."""
@@ -44,6 +46,10 @@ _MAX_OBJECTS = 1_000_000
 
 MAX_SEQUENCE = 2**53
 """The last place in the order of seals."""
+
+_NO_KEY = b""
+"""The key of the HMAC in a seal that has a signature and no key: with it, readers that know no
+signatures read the seal. Everybody knows it, so it proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,8 @@ class Seal:
     tool: str
     """The program that made it, with its version."""
     hmac: Sha256 | None = None
-    """HMAC-SHA-256 of the same bytes as the digest; null without a key."""
+    """HMAC-SHA-256 of the same bytes as the digest; of a seal with a signature and no key, with
+    the empty key; else null without a key."""
     origin: Origin | None = None
     """The attempt that saved the step; null where `ckptctl.train` did not."""
     run: Hex = ""
@@ -177,6 +184,8 @@ class Seal:
     """The decision that the step is of this root; null where it was sealed for this one."""
     block_bytes: Annotated[int, Meta(ge=BLOCK_BYTES, le=BLOCK_BYTES)] = BLOCK_BYTES
     """The size of a block in bytes."""
+    signature: Signature | None = None
+    """The signature of the same bytes as the digest; null without one."""
 
     @property
     def n_bytes(self) -> int:
@@ -184,16 +193,27 @@ class Seal:
         return sum(file.size for file in self.files)
 
     @property
+    def is_keyed(self) -> bool:
+        """Whether the seal was made with a key."""
+        return self.hmac is not None and not (self.signature and is_authentic(self, _NO_KEY))
+
+    @property
     def kind(self) -> str:
-        """The algorithm, and that there is a key: `xxh3-128`, `sha256 with a key`."""
-        return self.algorithm.value + (" with a key" if self.hmac else "")
+        """The algorithm, and what else: `xxh3-128`, `sha256 with a key and a signature`."""
+        proofs = ["a key"] * self.is_keyed + ["a signature"] * (self.signature is not None)
+        return " with ".join([self.algorithm.value, *filter(None, [" and ".join(proofs)])])
 
 
-def seal_bytes(seal: Seal, key: bytes | None) -> bytes:
-    """The seal as it is stored; with a key, it has an HMAC of its own instead of `seal.hmac`."""
+def seal_bytes(seal: Seal, key: bytes | None, signing_key: bytes | None = None) -> bytes:
+    """The seal as it is stored.
+
+    It has an HMAC and a signature by these keys, and not those of `seal`.
+    """
     fields = _signed_fields(seal)
-    mac = None if key is None else _mac(fields, key)
-    return canonical({**fields, "digest": digest_of(fields), "hmac": mac}) + b"\n"
+    signature = None if signing_key is None else sign(canonical(fields), signing_key)
+    mac = None if key is None and signature is None else _mac(fields, key or _NO_KEY)
+    own = {"digest": digest_of(fields), "hmac": mac, "signature": msgspec.to_builtins(signature)}
+    return canonical({**fields, **own}) + b"\n"
 
 
 def seal_digest(seal: Seal) -> str:
@@ -204,6 +224,15 @@ def seal_digest(seal: Seal) -> str:
 def is_authentic(seal: Seal, key: bytes) -> bool:
     """Whether the seal was made with this key."""
     return seal.hmac is not None and hmac.compare_digest(seal.hmac, _mac(_signed_fields(seal), key))
+
+
+def is_signed(seal: Seal, public_keys: Collection[bytes]) -> bool:
+    """Whether the seal has a signature that one of these keys verifies."""
+    signature = seal.signature
+    if signature is None:
+        return False
+    signed = canonical(_signed_fields(seal))
+    return any(public_key(key).verifies(signature, signed) for key in public_keys)
 
 
 def parse_seal(data: bytes) -> Seal:
@@ -224,6 +253,8 @@ def parse_seal(data: bytes) -> Seal:
             f"digests by {seal.algorithm.value} go "
             f"{'with' if seal.hmac is None else 'without'} an HMAC"
         )
+    if seal.signature is not None and seal.algorithm is not Algorithm.SHA256:
+        raise OwnFileUnreadable(f"digests by {seal.algorithm.value} are not signed")
     for file in seal.files:
         _check_digests(file, seal.algorithm)
     return seal
@@ -242,9 +273,9 @@ def _check_supported(fields: Fields) -> None:
 
 
 def _signed_fields(seal: Seal) -> Fields:
-    """What digest and HMAC are computed of."""
+    """What digest, HMAC and signature are computed of."""
     fields: Fields = {**msgspec.to_builtins(seal), "schema": SCHEMA}
-    del fields["hmac"]
+    del fields["hmac"], fields["signature"]
     return fields
 
 
