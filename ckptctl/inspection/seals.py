@@ -192,14 +192,14 @@ def check_seal(
 
 def _check_key(seal: Seal, requirements: Requirements) -> Iterator[Finding]:
     key = requirements.key
-    if key is None and seal.is_keyed and not requirements.require_signature:
+    if key is None and seal.hmac is not None and not requirements.require_signature:
         yield Finding(
             "seal.no-key",
             SEAL,
             "the seal was made with a key, and none is given: its digests are compared, but "
             "whoever wrote the step could also have written the seal",
         )
-    elif key is not None and not seal.is_keyed:
+    elif key is not None and seal.hmac is None:
         yield Finding(
             "seal.unkeyed",
             SEAL,

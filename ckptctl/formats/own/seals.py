@@ -47,10 +47,6 @@ _MAX_OBJECTS = 1_000_000
 MAX_SEQUENCE = 2**53
 """The last place in the order of seals."""
 
-_NO_KEY = b""
-"""The key of the HMAC in a seal that has a signature and no key: with it, readers that know no
-signatures read the seal. Everybody knows it, so it proves nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -169,8 +165,7 @@ class Seal:
     tool: str
     """The program that made it, with its version."""
     hmac: Sha256 | None = None
-    """HMAC-SHA-256 of the same bytes as the digest; of a seal with a signature and no key, with
-    the empty key; else null without a key."""
+    """HMAC-SHA-256 of the same bytes as the digest; null without a key."""
     origin: Origin | None = None
     """The attempt that saved the step; null where `ckptctl.train` did not."""
     run: Hex = ""
@@ -193,14 +188,11 @@ class Seal:
         return sum(file.size for file in self.files)
 
     @property
-    def is_keyed(self) -> bool:
-        """Whether the seal was made with a key."""
-        return self.hmac is not None and not (self.signature and is_authentic(self, _NO_KEY))
-
-    @property
     def kind(self) -> str:
         """The algorithm, and what else: `xxh3-128`, `sha256 with a key and a signature`."""
-        proofs = ["a key"] * self.is_keyed + ["a signature"] * (self.signature is not None)
+        proofs = ["a key"] * (self.hmac is not None) + ["a signature"] * (
+            self.signature is not None
+        )
         return " with ".join([self.algorithm.value, *filter(None, [" and ".join(proofs)])])
 
 
@@ -211,7 +203,7 @@ def seal_bytes(seal: Seal, key: bytes | None, signing_key: bytes | None = None) 
     """
     fields = _signed_fields(seal)
     signature = None if signing_key is None else sign(canonical(fields), signing_key)
-    mac = None if key is None and signature is None else _mac(fields, key or _NO_KEY)
+    mac = None if key is None else _mac(fields, key)
     own = {"digest": digest_of(fields), "hmac": mac, "signature": msgspec.to_builtins(signature)}
     return canonical({**fields, **own}) + b"\n"
 
@@ -248,13 +240,12 @@ def parse_seal(data: bytes) -> Seal:
     paths = [file.path for file in seal.files]
     if paths != sorted({*paths}):
         raise OwnFileUnreadable("its files are not in order, or one is there twice")
-    if (seal.hmac is not None) != (seal.algorithm is Algorithm.SHA256):
+    has_proof = seal.hmac is not None or seal.signature is not None
+    if has_proof and seal.algorithm is not Algorithm.SHA256:
         raise OwnFileUnreadable(
-            f"digests by {seal.algorithm.value} go "
-            f"{'with' if seal.hmac is None else 'without'} an HMAC"
+            f"digests by {seal.algorithm.value} have neither HMAC nor signature: other bytes with "
+            "an equal digest can be made"
         )
-    if seal.signature is not None and seal.algorithm is not Algorithm.SHA256:
-        raise OwnFileUnreadable(f"digests by {seal.algorithm.value} are not signed")
     for file in seal.files:
         _check_digests(file, seal.algorithm)
     return seal
