@@ -522,13 +522,18 @@ class Report:
     @property
     def left_unfinished(self) -> bool:
         """The save was interrupted, or superseded before its metadata arrived."""
-        return self.interrupted or any(f.code == "step.finished-late" for f in self.findings)
+        return self.interrupted or self.has_finding("step.finished-late")
 
     @property
     def damaged(self) -> bool:
         """Something that had been saved is missing or wrong."""
         bad = self.verdict in (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE)
         return bad and not self.interrupted
+
+    @property
+    def is_excluded(self) -> bool:
+        """A mark, or a resume from an older step, excludes the step."""
+        return self.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
 
     @property
     def only_archived(self) -> bool:

@@ -272,8 +272,7 @@ def branch_of(
 
 def _is_left(candidate: Candidate, report: Report) -> bool:
     """Whether a mark or a record excludes a step, or it is none."""
-    no_step = candidate.named.bare and not report.parts
-    return no_step or report.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
+    return report.is_excluded or candidate.is_no_step(report)
 
 
 def written_after_all(times: SaveTimes | None, others: Sequence[SaveTimes | None]) -> bool:

@@ -186,6 +186,11 @@ class PassedOver:
         """The address of the step."""
         return self.report.url
 
+    @property
+    def is_damage(self) -> bool:
+        """Whether the step is damaged, and nobody has rejected it."""
+        return self.report.damaged and not self.report.has_finding("step.rejected")
+
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -205,6 +210,10 @@ class Candidate:
     root_index: int
     named: StepName
     optional: bool = False
+
+    def is_no_step(self, report: Report) -> bool:
+        """Whether the inspection shows that a folder with a number as name is no step."""
+        return self.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN
 
 
 Inspect = Callable[[Candidate, Level], Report]
@@ -251,14 +260,7 @@ class Search:
     @property
     def damaged(self) -> list[int | None]:
         """The numbers of damaged steps that nobody has rejected; copies of one count once."""
-        reports = (one.report for one in self.passed_over)
-        return [
-            *dict.fromkeys(
-                report.number
-                for report in reports
-                if report.damaged and not report.has_finding("step.rejected")
-            )
-        ]
+        return [*dict.fromkeys(over.step for over in self.passed_over if over.is_damage)]
 
     def choose(self, candidates: Sequence[Candidate]) -> None:
         """Choose the newest candidate that passes; stop if the answer would not be certain.
@@ -297,7 +299,7 @@ class Search:
         level = Level.STRUCTURE if is_past_damage else Level.LISTING
         for candidate in copies:
             report = self.inspect(candidate, level)
-            if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
+            if candidate.is_no_step(report):
                 self.no_steps.append(candidate)
                 continue
             others = [c for c in (*copies, *beside) if c.root_index != candidate.root_index]
@@ -456,7 +458,7 @@ def _marked_elsewhere(
     """The refusal of a step for a mark on the copy of the same save in another root."""
     for other in (inspect(candidate, Level.LISTING) for candidate in others):
         same_save = bool(report.digests) and other.digests == report.digests
-        if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
+        if same_save and other.is_excluded:
             reason = f"{other.verdict.value} in {other.url}, which holds the same save"
             return PassedOver(report, reason, NoStepReason.REJECTED)
     return None
@@ -712,7 +714,7 @@ class RunSearch(Search):
     def _check_are_steps(self) -> None:
         """Raise `UsageError` if all that has the name of a step is the root of a run."""
         over = [one.report for one in self.passed_over]
-        nested = [r for r in over if any(one.code == "step.nested" for one in r.findings)]
+        nested = [report for report in over if report.has_finding("step.nested")]
         if self.chosen is None and nested and nested == over:
             roots = ", ".join(root.store.url for root in self.opened_roots)
             inside = some_of([base_name(report.url) for report in nested])
@@ -946,8 +948,8 @@ class CachingInspector:
                         level=Level.LISTING,
                         seal_bytes=SealBytes.LATER,
                     ).report
-                    is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
-                    if report.digests and other.digests == report.digests and not is_out:
+                    same_save = bool(report.digests) and other.digests == report.digests
+                    if same_save and not other.is_excluded:
                         return True
         return False
 
