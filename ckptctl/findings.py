@@ -530,6 +530,10 @@ class Report:
         bad = self.verdict in (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE)
         return bad and not self.interrupted
 
+    def is_same_save(self, other: Report) -> bool:
+        """Whether both are of the same save, by the digests of its metadata."""
+        return bool(self.digests) and self.digests == other.digests
+
     @property
     def is_excluded(self) -> bool:
         """A mark, or a resume from an older step, excludes the step."""

@@ -139,6 +139,11 @@ def inspect_step(
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
 
+def train_step(report: Report) -> int | None:
+    """The training step of a step's train state; see `train_step_of`."""
+    return layouts.train_step_of(report.layout, report.number, report.state.step.value)
+
+
 def why_not_deeper(inspection: Inspection) -> str:
     """What the next level would have cost, or what it would have compared."""
     if inspection.report.level is Level.STRUCTURE:
@@ -358,7 +363,7 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
     ahead_s = max(grace_s, MAX_AHEAD_S) if grace_s else 0.0
     young = age_s is not None and -ahead_s <= age_s < grace_s
     codes = NEVER_FINISHED
-    if beside or any(part.format is PartFormat.RANK_FILES for part in step.parts):
+    if beside or step.has_rank_files:
         codes |= _HALF_WRITTEN
     unfinished = [finding for finding in findings if finding.code in codes]
     others = [finding for finding in findings if finding.code not in codes]

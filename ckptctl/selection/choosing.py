@@ -34,10 +34,14 @@ from ckptctl.formats.frameworks.layouts import (
     compile_pattern,
     counted_by,
     shard_rank,
-    train_step_of,
 )
 from ckptctl.formatting import and_more, command_line, counted, rfc3339, some_of, verb
-from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.inspecting import (
+    Inspection,
+    inspect_step,
+    train_step,
+    why_not_deeper,
+)
 from ckptctl.inspection.marks import check_marks_file
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep, RootSteps
@@ -390,7 +394,7 @@ def further_by_another_count(
 
 def _is_further(report: Report, chosen: Report) -> bool:
     """Whether a save is of a later training step, or may be as nothing shows the contrary."""
-    steps = [train_step_of(r.layout, r.number, r.state.step.value) for r in (report, chosen)]
+    steps = [train_step(one) for one in (report, chosen)]
     times = [report.written_s, chosen.written_s]
     for now, then in (steps, times):
         if now is not None and then is not None:
@@ -457,8 +461,7 @@ def _marked_elsewhere(
 ) -> PassedOver | None:
     """The refusal of a step for a mark on the copy of the same save in another root."""
     for other in (inspect(candidate, Level.LISTING) for candidate in others):
-        same_save = bool(report.digests) and other.digests == report.digests
-        if same_save and other.is_excluded:
+        if report.is_same_save(other) and other.is_excluded:
             reason = f"{other.verdict.value} in {other.url}, which holds the same save"
             return PassedOver(report, reason, NoStepReason.REJECTED)
     return None
@@ -742,7 +745,7 @@ class RunSearch(Search):
     def _how_far(self, candidate: Candidate) -> str:
         """What is known of how far a save is, for a message."""
         report = self.inspect(candidate, Level.LISTING)
-        step = train_step_of(report.layout, report.number, report.state.step.value)
+        step = train_step(report)
         if step is not None:
             return f"is of training step {step:,}"
         if report.written_s is not None:
@@ -781,8 +784,7 @@ class RunSearch(Search):
                 findings += check_further(root.store, root.listing, number)
             if chosen is not None and self.opened_roots[chosen.root_index] is root:
                 known = self.inspect.inspected[chosen]
-                report = known.report
-                trained = train_step_of(report.layout, report.number, report.state.step.value)
+                trained = train_step(known.report)
                 findings += check_counted_further(root.store, root.listing, known.opened, trained)
         return [*findings, *self._two_branches()]
 
@@ -948,8 +950,7 @@ class CachingInspector:
                         level=Level.LISTING,
                         seal_bytes=SealBytes.LATER,
                     ).report
-                    same_save = bool(report.digests) and other.digests == report.digests
-                    if same_save and not other.is_excluded:
+                    if report.is_same_save(other) and not other.is_excluded:
                         return True
         return False
 
