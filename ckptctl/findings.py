@@ -6,7 +6,7 @@ verdict that it forces. Higher layers decide how findings are printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -377,6 +377,20 @@ def unmet_in(findings: Iterable[Finding]) -> Finding | None:
     return max(unmet, key=lambda finding: UNMET_EXIT_CODES[finding.code], default=None)
 
 
+def exit_code_of(findings: Collection[Finding]) -> int:
+    """The exit code of `verify` for a step with these findings."""
+    verdict, codes = verdict_of(findings), {finding.code for finding in findings}
+    if verdict is Verdict.UNKNOWN and "step.linked" in codes:
+        return EXIT_LINKED
+    if verdict is Verdict.UNKNOWN and "step.denied" in codes:
+        return EXIT_DENIED
+    unmet = unmet_in(findings)
+    code = 0 if unmet is None else UNMET_EXIT_CODES[unmet.code]
+    # An option accepts what is unverifiable, and none what cannot be loaded.
+    is_fixed = verdict is Verdict.UNVERIFIABLE and code == EXIT_WORLD_SIZE
+    return code if verdict is Verdict.COMPLETE or is_fixed else verdict.exit_code
+
+
 _SEVERITIES = list(Severity)
 
 
@@ -556,5 +570,5 @@ class Report:
     def with_findings(self, *more: Finding) -> Report:
         """The report with more findings, and the verdict that follows from them."""
         findings = in_order((*self.findings, *more))
-        verdict = verdict_of(findings)
-        return replace(self, findings=findings, verdict=verdict, exit_code=verdict.exit_code)
+        verdict, exit_code = verdict_of(findings), exit_code_of(findings)
+        return replace(self, findings=findings, verdict=verdict, exit_code=exit_code)

@@ -28,17 +28,13 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import (
     CODES,
-    EXIT_DENIED,
-    EXIT_LINKED,
-    EXIT_WORLD_SIZE,
     NEVER_FINISHED,
     NOTHING_PROVEN,
-    UNMET_EXIT_CODES,
     Finding,
     Report,
     Verdict,
+    exit_code_of,
     in_order,
-    unmet_in,
     verdict_of,
 )
 from ckptctl.formats.frameworks import layouts
@@ -276,7 +272,7 @@ def _report(
         number=step.number,
         layout=step.layout,
         verdict=verdict,
-        exit_code=_exit_code(verdict, findings),
+        exit_code=exit_code_of(findings),
         level=context.level,
         findings=in_order(findings),
         state=state,
@@ -381,21 +377,6 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
         f"{what}; the last write was {when}: the save may still be running",
         next_command=command_line("verify", step.url),
     )
-
-
-def _exit_code(verdict: Verdict, findings: Sequence[Finding]) -> int:
-    if verdict is Verdict.UNKNOWN:
-        codes = {finding.code for finding in findings}
-        if "step.linked" in codes:
-            return EXIT_LINKED
-        return EXIT_DENIED if "step.denied" in codes else verdict.exit_code
-    unmet = unmet_in(findings)
-    code = 0 if unmet is None else UNMET_EXIT_CODES[unmet.code]
-    # An option accepts what is unverifiable, and none what cannot be loaded.
-    loads = code != EXIT_WORLD_SIZE
-    if verdict is Verdict.COMPLETE or (verdict is Verdict.UNVERIFIABLE and not loads):
-        return code
-    return verdict.exit_code
 
 
 _SEAL = "seal"

@@ -457,7 +457,4 @@ def ruled_out(inspected: Inspection, resume: RecordedResume) -> Inspection:
         found=f"a save of the abandoned branch in {report.url}",
         next_command=None,
     )
-    worse = report.with_findings(finding)
-    if worse.verdict is not Verdict.SUPERSEDED:
-        worse = replace(worse, exit_code=report.exit_code)
-    return replace(inspected, report=worse)
+    return replace(inspected, report=report.with_findings(finding))
