@@ -6,7 +6,7 @@ verdict that it forces. Higher layers decide how findings are printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -383,6 +383,20 @@ def unmet_in(findings: Iterable[Finding]) -> Finding | None:
     return max(unmet, key=lambda finding: UNMET_EXIT_CODES[finding.code], default=None)
 
 
+def exit_code_of(findings: Collection[Finding]) -> int:
+    """The exit code of `verify` for a step with these findings."""
+    verdict, codes = verdict_of(findings), {finding.code for finding in findings}
+    if verdict is Verdict.UNKNOWN and "step.linked" in codes:
+        return EXIT_LINKED
+    if verdict is Verdict.UNKNOWN and "step.denied" in codes:
+        return EXIT_DENIED
+    unmet = unmet_in(findings)
+    code = 0 if unmet is None else UNMET_EXIT_CODES[unmet.code]
+    # An option accepts what is unverifiable, and none what cannot be loaded.
+    is_fixed = verdict is Verdict.UNVERIFIABLE and code == EXIT_WORLD_SIZE
+    return code if verdict is Verdict.COMPLETE or is_fixed else verdict.exit_code
+
+
 _SEVERITIES = list(Severity)
 
 
@@ -532,13 +546,22 @@ class Report:
     @property
     def left_unfinished(self) -> bool:
         """The save was interrupted, or superseded before its metadata arrived."""
-        return self.interrupted or any(f.code == "step.finished-late" for f in self.findings)
+        return self.interrupted or self.has_finding("step.finished-late")
 
     @property
     def damaged(self) -> bool:
         """Something that had been saved is missing or wrong."""
         bad = self.verdict in (Verdict.UNSAFE, Verdict.CORRUPT, Verdict.INCOMPLETE)
         return bad and not self.interrupted
+
+    def is_same_save(self, other: Report) -> bool:
+        """Whether both are of the same save, by the digests of its metadata."""
+        return bool(self.digests) and self.digests == other.digests
+
+    @property
+    def is_excluded(self) -> bool:
+        """A mark, or a resume from an older step, excludes the step."""
+        return self.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
 
     @property
     def only_archived(self) -> bool:
@@ -557,5 +580,5 @@ class Report:
     def with_findings(self, *more: Finding) -> Report:
         """The report with more findings, and the verdict that follows from them."""
         findings = in_order((*self.findings, *more))
-        verdict = verdict_of(findings)
-        return replace(self, findings=findings, verdict=verdict, exit_code=verdict.exit_code)
+        verdict, exit_code = verdict_of(findings), exit_code_of(findings)
+        return replace(self, findings=findings, verdict=verdict, exit_code=exit_code)

@@ -587,6 +587,11 @@ class Step:
         """Size of all files in bytes."""
         return sum(f.size for f in self.files)
 
+    @property
+    def has_rank_files(self) -> bool:
+        """Whether files of `torch.save` hold it, one or several for each rank."""
+        return any(part.format is PartFormat.RANK_FILES for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class WorldSize:

@@ -94,12 +94,8 @@ def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
     if printed == "reason":
         return () if found.reason is None else (found.reason.value,)
     if printed == "damaged":
-        damaged = [over for over in found.passed_over if over.report.damaged]
-        return tuple(
-            f"{over.report.url}\t{over.reason}"
-            for over in damaged
-            if not over.report.has_finding("step.rejected")
-        )
+        damaged = (over for over in found.passed_over if over.is_damage)
+        return tuple(f"{over.path}\t{over.reason}" for over in damaged)
     if found.chosen is None:
         return ()
     return (found.path,) if printed == "path" else (str(found.step),)

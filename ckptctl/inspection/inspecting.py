@@ -28,17 +28,13 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import (
     CODES,
-    EXIT_DENIED,
-    EXIT_LINKED,
-    EXIT_WORLD_SIZE,
     NEVER_FINISHED,
     NOTHING_PROVEN,
-    UNMET_EXIT_CODES,
     Finding,
     Report,
     Verdict,
+    exit_code_of,
     in_order,
-    unmet_in,
     verdict_of,
 )
 from ckptctl.formats.frameworks import layouts
@@ -137,6 +133,11 @@ def inspect_step(
         report = report_failed(opened.listed, context, failed)
         return Inspection(report, opened.listed, opened)
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
+
+
+def train_step(report: Report) -> int | None:
+    """The training step of a step's train state; see `train_step_of`."""
+    return layouts.train_step_of(report.layout, report.number, report.state.step.value)
 
 
 def why_not_deeper(inspection: Inspection) -> str:
@@ -272,7 +273,7 @@ def _report(
         number=step.number,
         layout=step.layout,
         verdict=verdict,
-        exit_code=_exit_code(verdict, findings),
+        exit_code=exit_code_of(findings),
         level=context.level,
         findings=in_order(findings),
         state=state,
@@ -365,7 +366,7 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
     ahead_s = max(grace_s, MAX_AHEAD_S) if grace_s else 0.0
     young = age_s is not None and -ahead_s <= age_s < grace_s
     codes = NEVER_FINISHED
-    if beside or any(part.format is PartFormat.RANK_FILES for part in step.parts):
+    if beside or step.has_rank_files:
         codes |= _HALF_WRITTEN
     unfinished = [finding for finding in findings if finding.code in codes]
     others = [finding for finding in findings if finding.code not in codes]
@@ -383,21 +384,6 @@ def _in_flight(opened: OpenStep, findings: Sequence[Finding], grace_s: float) ->
         f"{what}; the last write was {when}: the save may still be running",
         next_command=command_line("verify", step.url),
     )
-
-
-def _exit_code(verdict: Verdict, findings: Sequence[Finding]) -> int:
-    if verdict is Verdict.UNKNOWN:
-        codes = {finding.code for finding in findings}
-        if "step.linked" in codes:
-            return EXIT_LINKED
-        return EXIT_DENIED if "step.denied" in codes else verdict.exit_code
-    unmet = unmet_in(findings)
-    code = 0 if unmet is None else UNMET_EXIT_CODES[unmet.code]
-    # An option accepts what is unverifiable, and none what cannot be loaded.
-    loads = code != EXIT_WORLD_SIZE
-    if verdict is Verdict.COMPLETE or (verdict is Verdict.UNVERIFIABLE and not loads):
-        return code
-    return verdict.exit_code
 
 
 _SEAL = "seal"

@@ -149,6 +149,10 @@ class OpenStep:
         """The files of the step, paths relative to it. Cost: one listing."""
         return self.list_again() if self._given is None else tuple(self._given)
 
+    def size_of(self, path: str) -> int:
+        """The size of a file of the step; 0 where it has none of that name."""
+        return next((file.size for file in self.files if file.path == path), 0)
+
     @property
     def has_seal(self) -> bool:
         """Whether there is a seal, of whichever save it is."""
@@ -243,7 +247,7 @@ class OpenStep:
         None where there are none. Cost: a short read of each file that may be one.
         """
         step = self.step
-        if any(part.format is PartFormat.RANK_FILES for part in step.parts):
+        if step.has_rank_files:
             return None  # it has them all
         files = tuple(
             file
@@ -596,7 +600,7 @@ def end_of_file(opened: OpenStep, path: str) -> tuple[int, bytes]:
 
     Raises `StorageError`. Cost: one read of at most `MAX_END` bytes.
     """
-    size = next((file.size for file in opened.files if file.path == path), 0)
+    size = opened.size_of(path)
     n_bytes = min(size, MAX_END)
     return size, read_range(opened.store, opened.in_store(path), size - n_bytes, n_bytes)
 

@@ -146,7 +146,7 @@ def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
 
 
 def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
-    are_rank_files = any(part.format is PartFormat.RANK_FILES for part in step.parts)
+    are_rank_files = step.has_rank_files
     for file in sidecars_of(step):
         is_needed = file.path in last or kind_of_file(step.layout, file.path) is not None
         is_needed |= are_rank_files and is_archive(file.path)

@@ -118,7 +118,7 @@ def read_sidecars(
     large = [file for file in sidecars if file not in read and _is_large(step.layout, file)]
     for file in large[:MAX_SIDECARS]:
         yield Sidecar(file.path, value_in_archive(store, inside(folder, file.path), file.size))
-    if any(part.format is PartFormat.RANK_FILES for part in step.parts):
+    if step.has_rank_files:
         return  # their damage is what the checks of records report
     others = [file for file in held if file not in read and not file.path.endswith(".json")]
     for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
@@ -565,7 +565,7 @@ def copied_weights(opened: OpenStep, contents: Mapping[str, object]) -> frozense
 
 def leaves_at(opened: OpenStep, path: str) -> Sequence[Leaf]:
     """The entries of a file of a step; none where it is not there or damaged. Cost: `leaves_in`."""
-    size = next((file.size for file in opened.files if file.path == path), 0)
+    size = opened.size_of(path)
     return (leaves_in(opened.store, opened.in_store(path), size) if size else None) or ()
 
 
@@ -598,7 +598,7 @@ def checksums_in(opened: OpenStep, path: str) -> object:
 
     Raises `StorageError`. Cost: two short reads.
     """
-    size = next((file.size for file in opened.files if file.path == path), 0)
+    size = opened.size_of(path)
     if path.endswith(SUFFIX):
         return None
     return in_archive(opened.store, opened.in_store(path), size, _checksums)

@@ -23,11 +23,12 @@ from ckptctl.errors import (
     StorageError,
 )
 from ckptctl.findings import EXIT_NONE_USABLE, Report, Severity
-from ckptctl.formats.frameworks.layouts import shard_rank, train_step_of
+from ckptctl.formats.frameworks.layouts import shard_rank
 from ckptctl.formats.own.contract import Drift, Terms, drift, stated_by_one, terms_of
 from ckptctl.formats.own.files import ATTEMPTS_FOLDER
 from ckptctl.formats.own.ledger import ResumeFields, read_report, report_paths
 from ckptctl.formatting import command_line, counted, percent, some_of
+from ckptctl.inspection.inspecting import train_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
@@ -339,7 +340,7 @@ def _check_recomputed(
     """The work that is done again from the chosen step, by the logs of the job that died."""
     if chosen is None:
         return None
-    step = train_step_of(chosen.layout, chosen.number, chosen.state.step.value)
+    step = train_step(chosen)
     if step is None:
         words = "the training step of the chosen step is not known: nothing can be counted"
         return Check("recompute", CheckOutcome.WARNING, words)

@@ -29,8 +29,8 @@ from ckptctl.drill.job import (
     storage_errors,
 )
 from ckptctl.errors import NothingToResume, OptionError, PathNotFound, UsageError
-from ckptctl.formats.frameworks.layouts import train_step_of
 from ckptctl.formatting import command_line
+from ckptctl.inspection.inspecting import train_step
 from ckptctl.model import ExitCode, NextCommand, NonNegative
 from ckptctl.options import ROOT_ENV, Parameter, PickPolicy, StorageOptions
 from ckptctl.rerun.deciding import (
@@ -270,7 +270,7 @@ def _planned(
             exit_code=found.exit_code,
             next_command=found.next_command,
         )
-    saved = train_step_of(chosen.layout, chosen.number, chosen.state.step.value)
+    saved = train_step(chosen)
     from_step = found.step if saved is None else saved
     last = options.step if options.n_steps is None else from_step + options.n_steps
     if last < options.step or from_step >= max(earlier):

@@ -272,8 +272,7 @@ def branch_of(
 
 def _is_left(candidate: Candidate, report: Report) -> bool:
     """Whether a mark or a record excludes a step, or it is none."""
-    no_step = candidate.named.bare and not report.parts
-    return no_step or report.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
+    return report.is_excluded or candidate.is_no_step(report)
 
 
 def written_after_all(times: SaveTimes | None, others: Sequence[SaveTimes | None]) -> bool:
@@ -458,7 +457,4 @@ def ruled_out(inspected: Inspection, resume: RecordedResume) -> Inspection:
         found=f"a save of the abandoned branch in {report.url}",
         next_command=None,
     )
-    worse = report.with_findings(finding)
-    if worse.verdict is not Verdict.SUPERSEDED:
-        worse = replace(worse, exit_code=report.exit_code)
-    return replace(inspected, report=worse)
+    return replace(inspected, report=report.with_findings(finding))

@@ -34,10 +34,14 @@ from ckptctl.formats.frameworks.layouts import (
     compile_pattern,
     counted_by,
     shard_rank,
-    train_step_of,
 )
 from ckptctl.formatting import and_more, command_line, counted, rfc3339, some_of, verb
-from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.inspecting import (
+    Inspection,
+    inspect_step,
+    train_step,
+    why_not_deeper,
+)
 from ckptctl.inspection.marks import check_marks_file
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep, RootSteps
@@ -188,6 +192,11 @@ class PassedOver:
         """The address of the step."""
         return self.report.url
 
+    @property
+    def is_damage(self) -> bool:
+        """Whether the step is damaged, and nobody has rejected it."""
+        return self.report.damaged and not self.report.has_finding("step.rejected")
+
 
 MAX_INSPECTED_FURTHER = 10
 """How many steps before too many damaged ones are inspected for the newest sound one."""
@@ -210,6 +219,10 @@ class Candidate:
     root_index: int
     named: StepName
     optional: bool = False
+
+    def is_no_step(self, report: Report) -> bool:
+        """Whether the inspection shows that a folder with a number as name is no step."""
+        return self.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN
 
 
 Inspect = Callable[[Candidate, Level], Report]
@@ -257,14 +270,7 @@ class Search:
     @property
     def damaged(self) -> list[int | None]:
         """The numbers of damaged steps that nobody has rejected; copies of one count once."""
-        reports = (one.report for one in self.passed_over)
-        return [
-            *dict.fromkeys(
-                report.number
-                for report in reports
-                if report.damaged and not report.has_finding("step.rejected")
-            )
-        ]
+        return [*dict.fromkeys(over.step for over in self.passed_over if over.is_damage)]
 
     def choose(self, candidates: Sequence[Candidate]) -> None:
         """Choose the newest candidate that passes; stop if the answer would not be certain.
@@ -331,7 +337,7 @@ class Search:
         level = Level.STRUCTURE if is_past_damage else Level.LISTING
         for candidate in copies:
             report = self.inspect(candidate, level)
-            if candidate.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN:
+            if candidate.is_no_step(report):
                 self.no_steps.append(candidate)
                 continue
             others = [c for c in (*copies, *beside) if c.root_index != candidate.root_index]
@@ -422,7 +428,7 @@ def further_by_another_count(
 
 def _is_further(report: Report, chosen: Report) -> bool:
     """Whether a save is of a later training step, or may be as nothing shows the contrary."""
-    steps = [train_step_of(r.layout, r.number, r.state.step.value) for r in (report, chosen)]
+    steps = [train_step(one) for one in (report, chosen)]
     times = [report.written_s, chosen.written_s]
     for now, then in (steps, times):
         if now is not None and then is not None:
@@ -489,8 +495,7 @@ def _marked_elsewhere(
 ) -> PassedOver | None:
     """The refusal of a step for a mark on the copy of the same save in another root."""
     for other in (inspect(candidate, Level.LISTING) for candidate in others):
-        same_save = bool(report.digests) and other.digests == report.digests
-        if same_save and other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED):
+        if report.is_same_save(other) and other.is_excluded:
             reason = f"{other.verdict.value} in {other.url}, which holds the same save"
             return PassedOver(report, reason, NoStepReason.REJECTED)
     return None
@@ -746,7 +751,7 @@ class RunSearch(Search):
     def _check_are_steps(self) -> None:
         """Raise `UsageError` if all that has the name of a step is the root of a run."""
         over = [one.report for one in self.passed_over]
-        nested = [r for r in over if any(one.code == "step.nested" for one in r.findings)]
+        nested = [report for report in over if report.has_finding("step.nested")]
         if self.chosen is None and nested and nested == over:
             roots = ", ".join(root.store.url for root in self.opened_roots)
             inside = some_of([base_name(report.url) for report in nested])
@@ -774,7 +779,7 @@ class RunSearch(Search):
     def _how_far(self, candidate: Candidate) -> str:
         """What is known of how far a save is, for a message."""
         report = self.inspect(candidate, Level.LISTING)
-        step = train_step_of(report.layout, report.number, report.state.step.value)
+        step = train_step(report)
         if step is not None:
             return f"is of training step {step:,}"
         if report.written_s is not None:
@@ -813,8 +818,7 @@ class RunSearch(Search):
                 findings += check_further(root.store, root.listing, number)
             if chosen is not None and self.opened_roots[chosen.root_index] is root:
                 known = self.inspect.inspected[chosen]
-                report = known.report
-                trained = train_step_of(report.layout, report.number, report.state.step.value)
+                trained = train_step(known.report)
                 findings += check_counted_further(root.store, root.listing, known.opened, trained)
         return [*findings, *self._two_branches()]
 
@@ -994,8 +998,7 @@ class CachingInspector:
                         level=Level.LISTING,
                         seal_bytes=SealBytes.LATER,
                     ).report
-                    is_out = other.verdict in (Verdict.REJECTED, Verdict.SUPERSEDED)
-                    if report.digests and other.digests == report.digests and not is_out:
+                    if report.is_same_save(other) and not other.is_excluded:
                         return True
         return False
 

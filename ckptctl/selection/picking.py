@@ -621,7 +621,7 @@ def _reports(
     passed_over = _passed_over(done)
     for candidate in shown:
         report = done.inspect(candidate, Level.LISTING)
-        if candidate.named.bare and not report.parts:
+        if candidate.is_no_step(report):
             continue
         is_chosen = candidate == done.chosen_candidate
         if not is_chosen and report.verdict is not Verdict.UNKNOWN:

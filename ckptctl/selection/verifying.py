@@ -185,7 +185,7 @@ def verify(
     `PathNotFound` where there is no such step, `StorageError` where the root that
     should hold it cannot be listed.
 
-    Cost: see `inspecting.inspect_step`.
+    Cost: see `inspecting.inspect_step`, and for the claim about its branch `branches.branch_of`.
     """
     level = known_level(level)
     content, requirements, storage = options_from(keywords, content, requirements, storage)

@@ -124,7 +124,6 @@ EXIT_OVERDUE = 36
 _PROVEN = ("sealed", "unverifiable")
 """What became of a step that was saved; of safetensors nothing else can be proven."""
 _RUNNING = (Verdict.IN_PROGRESS, Verdict.CHANGED)
-_EXCLUDED = (Verdict.REJECTED, Verdict.SUPERSEDED)
 _OF_OPTIMIZER = (
     *("optimizer.zero", "optimizer.negative", "optimizer.shape", "optimizer.unchanged"),
     "optimizer.discontinuous",
@@ -358,7 +357,7 @@ class _Watcher:
         report = inspector(candidate, Level.STRUCTURE)
         if report.verdict in _RUNNING:
             return _Finished(None)
-        if report.verdict in _EXCLUDED:
+        if report.is_excluded:
             return _Finished(report.verdict.value)
         if report.verdict is Verdict.UNKNOWN:
             return _Finished(None, self._event(Event.NO_ANSWER, report))
@@ -366,7 +365,7 @@ class _Watcher:
         if over is not None:
             return self._refused(report, over.reason)
         found = OpenTarget(root.store, candidate.named, None, self._pattern)
-        outdated = any(finding.code == "seal.outdated" for finding in report.findings)
+        outdated = report.has_finding("seal.outdated")
         if found.has_seal and not outdated:
             return self._refused(report, "its seal does not prove it; a person decides")
         sealed = seal_found(

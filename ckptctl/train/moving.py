@@ -23,7 +23,6 @@ from ckptctl.formats.frameworks.layouts import (
     is_own,
     layout_of,
     step_name,
-    train_step_of,
 )
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
@@ -41,6 +40,7 @@ from ckptctl.formats.frameworks.state_keys import (
     outermost_key,
 )
 from ckptctl.formatting import command_line, counted, some_of
+from ckptctl.inspection.inspecting import train_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.train_state import likeliest_step, without_wrappers
 from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
@@ -311,7 +311,7 @@ class Move:
         left += [each for one in made.values() for each in one.left]
         notes = [*self._notes, *(one.note for one in made.values() if one.note)]
         if "train_state.step" not in values:
-            trained = train_step_of(chosen.layout, chosen.number, chosen.state.step.value)
+            trained = train_step(chosen)
             values["train_state.step"] = trained
             if trained is None:
                 text = "a number in its name that counts saves or epochs, and no count of steps"

@@ -30,9 +30,9 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formats.digests import sha256_of
-from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern, train_step_of
+from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
 from ckptctl.formatting import command_line, counted
-from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.inspection.inspecting import inspect_step, train_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.part_files import MAX_METADATA_BYTES
 from ckptctl.inspection.stages import SealBytes
@@ -448,7 +448,7 @@ def _report_parts(decision: Pick) -> Iterator[str]:
     else:
         # Of a folder that is named by a count of saves, only the path is printed: `loss` would
         # take the number for a step.
-        trained = train_step_of(chosen.layout, chosen.number, chosen.state.step.value)
+        trained = train_step(chosen)
         step = "" if trained is None else f" step {trained}"
         back = ", falling back" if decision.answer is Answer.FELL_BACK else ""
         yield f"resuming from{step}{back}: {chosen.url}"

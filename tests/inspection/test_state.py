@@ -1,5 +1,8 @@
 """What a resume would restore, by keys and by files."""
 
+from made_results import report
+
+from ckptctl.findings import Finding, Verdict
 from ckptctl.inspection.train_state import (
     NO_STATE,
     Sources,
@@ -97,6 +100,12 @@ def test_a_missing_kind_is_one_remark_that_names_what_was_required():
     assert note.unmet
     (note,) = check_required(found, ("optimizer",), "root/step_1")
     assert not note.unmet
+
+
+def test_a_note_that_is_added_to_a_report_leaves_an_unmet_requirement_unmet():
+    unmet = Finding("state.missing", "rng", "it is not restored; rng is required", unmet=True)
+    added = report(1200, unmet).with_findings(Finding("seal.missing", "", "there is no seal"))
+    assert (added.verdict, added.exit_code, added.usable) == (Verdict.COMPLETE, 23, False)
 
 
 def test_shards_that_disagree_about_the_step_are_mixed():

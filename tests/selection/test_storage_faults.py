@@ -15,6 +15,7 @@ from ckptctl import AccessDenied, Answer, Level, StorageError, StorageUnavailabl
 from ckptctl.distributed.launcher import RESTART_COUNTERS
 from ckptctl.errors import PathNotFound
 from ckptctl.selection import targets, verifying
+from ckptctl.selection.choosing import NoStepReason
 from ckptctl.selection.history import put_sentinel, read_history
 from ckptctl.storage.contract import ShortRead, Store, StoreKind
 from ckptctl.storage.opening import open_store
@@ -72,6 +73,17 @@ def test_pick_is_right_or_says_that_it_does_not_know(root, broken, error, lasts)
         for nth in range(1, n + 1):
             broken(lambda store, v=verb, k=nth: store.fail(v, error, nth=k, lasts=lasts))
             assert outcome(root) in (20, (Answer.UNKNOWN, error.exit_code))
+
+
+def test_scan_shows_a_folder_named_by_a_number_that_could_not_be_listed(root, tmp_path, broken):
+    run = tmp_path / "run"
+    for number in ("10", "20"):
+        shutil.copytree(root / f"step_{number}", run / number)
+    broken(lambda store: store.fail("list_tree", NO_ANSWER, lasts=True, path="20"))
+    found = ckptctl.scan(str(run))
+    assert (found.reason, found.exit_code) == (NoStepReason.NOT_INSPECTED, 75)
+    verdicts = [(report.number, report.verdict) for report in found.reports]
+    assert verdicts == [(20, Verdict.UNKNOWN), (10, Verdict.COMPLETE)]
 
 
 def test_scan_and_verify_never_call_a_step_damaged_that_they_could_not_look_at(root, broken):
