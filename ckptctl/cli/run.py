@@ -23,6 +23,7 @@ from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formats.own.supervision import Attempt, Decision
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.watching import ALARM_AFTER
+from ckptctl.supervisor.agents import supervise_nodes
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import WAIT_S, OutputOptions, RunOptions
 from ckptctl.supervisor.policy import BudgetOptions
@@ -31,6 +32,7 @@ from ckptctl.supervisor.restarting import Supervised, supervise
 EXAMPLES = (
     "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
     "ckptctl run --root ckpt --max-restarts 5 --backoff 1m -- ./train.sh",
+    "ckptctl run --root ckpt --torchrun -- --nnodes 2 --rdzv-endpoint node001:29400 train.py",
 )
 EXIT_CODES = (0, 2, 10, 11, 22, 75, 77, 93, 94)
 
@@ -90,6 +92,15 @@ def run(
             common=False,
         ),
     ] = None,
+    torchrun: Annotated[
+        bool,
+        Parameter(
+            "--torchrun",
+            "CMD are the arguments of torchrun: one of these on each node supervises the job "
+            "together with the others, without a scheduler.",
+            common=False,
+        ),
+    ] = False,
     alarm_after: AlarmAfterOpt = ALARM_AFTER,
     notify: NotifyOpt = None,
     *,
@@ -112,7 +123,8 @@ def run(
     CKPTCTL_RESTART_COUNT. A job that hangs is ended and restarted, and its rank at fault is
     named, if it uses ckptctl.train. With --json the command's output goes to standard error.
     """
-    _check_alone()
+    if not torchrun:
+        _check_alone()
     notifier = Notifier(notify, out)
 
     def on_attempt(one: Attempt) -> None:
@@ -138,7 +150,8 @@ def run(
         tell=out.tell,
     )
     with notifier:
-        found = supervise(command or (), root, options)
+        start = supervise_nodes if torchrun else supervise
+        found = start(command or (), root, options)
         answer = document_of("supervised", found)
         if found.exit_code:
             notifier.send(answer)

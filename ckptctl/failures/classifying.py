@@ -341,6 +341,21 @@ def classify(
     return _answer(decision, found, scheduler, read, stall, finished=finished)
 
 
+def most_decisive(classifications: Sequence[Classification]) -> Classification:
+    """Of the classifications of several nodes the one whose evidence decides among that of all.
+
+    Logs of two nodes must not have the same name in it.
+    """
+    every = [
+        evidence
+        for each in classifications
+        for evidence in (*each.evidence, *each.consequences, *each.others)
+    ]
+    decisive = decide(every).decisive
+    same = (each for each in classifications if decisive in each.evidence[:1])
+    return next(same, classifications[0])
+
+
 def _given(
     exit_code: int | str | None, state: str | None, scheduler: str | None
 ) -> tuple[Evidence, ...]:

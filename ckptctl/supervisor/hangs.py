@@ -52,6 +52,7 @@ from ckptctl.supervisor.options import Limit, SectionLimits
 from ckptctl.supervisor.processes import MARKER
 
 T = TypeVar("T")
+Elsewhere = Callable[[Mapping[str, str], NodeDocument], Sequence[NodeDocument]]
 
 GAP_S = 5.0
 """A supervisor that was not called for so long was suspended, or the machine was: what passed
@@ -92,7 +93,8 @@ class HangWatcher(Watcher):
     `limits` are extended by what the ranks needed. The logs of an attempt are watched where it
     writes no heartbeats. Evidence is kept in `folder`, by default a new one for temporary
     files: the storage of the root may be what hangs. Where ranks of the job are not on this node,
-    `elsewhere` collects that of the other nodes, by the variables that the job got.
+    `elsewhere` collects that of the other nodes, by the variables that the job got and the evidence
+    of this node.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class HangWatcher(Watcher):
         tell: Callable[[str], None],
         folder: str | None = None,
         *,
-        elsewhere: Callable[[Mapping[str, str]], Sequence[NodeDocument]] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._limits = limits
         self._folder = Folder()
@@ -300,8 +302,19 @@ class HangWatcher(Watcher):
         self._restart_timers(now_s)
         return True
 
+    def collect_here(self, running: Running) -> NodeDocument:
+        """What is found about the ranks of this node, for another one that sees a hang."""
+        beats = {**beats_of_launched(running.processes()), **self._folder.read()}
+        found = self._collect(beats, running, here_alone=True)
+        return NodeDocument(works=found.works, ranks=[*found.ranks], world_size=found.world_size)
+
     def _collect(
-        self, beats: Mapping[int, Heartbeat], running: Running, *, of_save: bool = False
+        self,
+        beats: Mapping[int, Heartbeat],
+        running: Running,
+        *,
+        of_save: bool = False,
+        here_alone: bool = False,
     ) -> HangEvidence:
         """What is found about these ranks, or those of them that save, and about all others."""
         out, why = self._new_folder()
@@ -319,7 +332,7 @@ class HangWatcher(Watcher):
             sizes = (beat["world_size"] for beat in beats.values())
             size = max((size for size in sizes if size is not None), default=None)
             evidence = evidence._replace(seen=frozenset(beats), world_size=size)
-            if not of_save and evidence.unseen != 0:
+            if not (of_save or here_alone) and evidence.unseen != 0:
                 evidence = self._guarded(lambda: self._seen_elsewhere(evidence, running, out)) or (
                     evidence
                 )
@@ -336,7 +349,10 @@ class HangWatcher(Watcher):
         """The evidence with that of the other nodes, as far as they answer."""
         if self._elsewhere is None:
             return evidence
-        for answer in self._elsewhere({**self._variables, MARKER: running.marker}):
+        own = NodeDocument(
+            works=evidence.works, ranks=[*evidence.ranks], world_size=evidence.world_size
+        )
+        for answer in self._elsewhere({**self._variables, MARKER: running.marker}, own):
             ranks = [rank for rank in answer["ranks"] if rank.rank not in evidence.seen]
             for rank in ranks:
                 frames = "\n".join(f"    {frame}" for frame in rank.stack or ())

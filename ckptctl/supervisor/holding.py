@@ -419,7 +419,7 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
             return None
         # The holder may have called the root by another name.
         left_in = state["root"] if _is_same_root(state["root"], root) else root
-        n_ended = _end_left_behind(marker_of(state, left_in), tell)
+        n_ended = end_left_behind(marker_of(state, left_in), tell)
         state = _owned(_closed(state, n_ended), os.urandom(16).hex(), root, reset)
         try:
             revisions.write(number + 1, state)
@@ -525,7 +525,7 @@ def _is_same_root(before: str, root: str) -> bool:
         return True  # nothing shows that it is a copy
 
 
-def _end_left_behind(marker: str, tell: Callable[[str], None]) -> int:
+def end_left_behind(marker: str, tell: Callable[[str], None]) -> int:
     """End what a killed holder left on this machine; how many processes that were."""
     left = marked(marker)
     if left:

@@ -38,7 +38,7 @@ from ckptctl.supervisor.slurm import ask
 _MARKER_OF_JOB = "CKPTCTL_COLLECTS"
 """The marker of the job: under its own name the collector would be one of its processes."""
 _BEGIN = "ckptctl-evidence "
-_ANSWER_S = 180.0
+ANSWER_S = 180.0
 """How long the nodes are waited for: what `collect` takes at most on a busy node."""
 _MAX_LINE_BYTES = 16 << 20
 _DEEPEST_KEPT = 48
@@ -55,13 +55,13 @@ class NodeDocument(TypedDict):
     """The ranks of the whole job, as its ranks state it; null where none does."""
 
 
-def over_slurm() -> Callable[[Mapping[str, str]], list[NodeDocument]] | None:
+def over_slurm() -> Callable[[Mapping[str, str], NodeDocument], list[NodeDocument]] | None:
     """What collects on the other nodes of the SLURM job around this process; None without any."""
     about = cluster_context()
     nodes = expand(about.node_list or "") if about.scheduler == "slurm" else ()
     others = [node for node in nodes if node != about.node]
 
-    def collect_on_others(variables: Mapping[str, str]) -> list[NodeDocument]:
+    def collect_on_others(variables: Mapping[str, str], _own: NodeDocument) -> list[NodeDocument]:
         slurm = ask(others)
         up = [node for node in others if slurm is None or node not in slurm.down]
         return collect_elsewhere(_by_srun(up), variables) if up else []
@@ -92,7 +92,7 @@ def collect_elsewhere(start: Sequence[str], variables: Mapping[str, str]) -> lis
     }
     words = [*start, *python_command("-m", __name__)]
     try:
-        done = run_bounded(words, _ANSWER_S, environment=environment)
+        done = run_bounded(words, ANSWER_S, environment=environment)
     except OSError:
         return []
     return documents_in(done.stdout)

@@ -136,9 +136,10 @@ class Ended(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
     `cause` is what its logs show, or what the scheduler states. It was ended for the `hang`,
-    whatever its code; `lost_node` where that came of a node that the scheduler lost. A signal
-    `asked` the job to end. Its last `n_not_finite` reported losses were NaN or infinite.
-    `stopped` is why the scheduler ends the whole job, empty where it does not.
+    whatever its code; `lost_node` where that came of a node that is gone. A signal `asked` the job
+    to end. Its last `n_not_finite` reported losses were NaN or infinite. `stopped` is why the
+    scheduler ends the whole job, empty where it does not; `nodes_change` why the job goes on with
+    other nodes, which costs nothing.
     """
 
     code: int
@@ -149,11 +150,12 @@ class Ended(NamedTuple):
     stopped: str = ""
     n_not_finite: int = 0
     lost_node: bool = False
+    nodes_change: str = ""
 
     @property
     def by_itself(self) -> bool:
         """Whether `run` did not end it: only then its code is a result."""
-        return self.hang is None
+        return self.hang is None and not self.nodes_change
 
     @property
     def hung(self) -> Hang | None:
@@ -248,7 +250,9 @@ def decide(
         return Conclusion(Decision.NEVER, f"no step is usable: {seen.message}", EXIT_NONE_USABLE)
     if ended.by_itself and code == RERUN and any(attempt.exit_code == RERUN for attempt in past):
         return Conclusion(Decision.NEVER, "a rerun was asked for twice without a newer step", RERUN)
-    free = ended.hung is None and _is_free(code if ended.by_itself else None, ended.cause)
+    free = bool(ended.nodes_change) or (
+        ended.hung is None and _is_free(code if ended.by_itself else None, ended.cause)
+    )
     before = budget_of(past)
     after = Budget(before.spent + (not free), before.free + free)
     if after.exhausted(options):
@@ -259,7 +263,8 @@ def decide(
         reason = f"{ended.cause.failure}: {ended.cause.message}"
         return Conclusion(Decision.NEVER, reason, code)
     if free:
-        reason = f"it cost nothing; {after.left(options)} of {options.max_restarts} restarts left"
+        why = ended.nodes_change or "it cost nothing"
+        reason = f"{why}; {after.left(options)} of {options.max_restarts} restarts left"
     else:
         left = after.left(options)
         reason = f"{left} of {options.max_restarts} restarts left without a newer step"

@@ -228,8 +228,13 @@ def keep_running(
     return supervise(command, root, RunOptions().with_keywords(keywords))
 
 
-def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOptions) -> Supervised:
-    """Do what `keep_running` does."""
+def supervise(
+    command: Sequence[str],
+    root: str | Sequence[str],
+    options: RunOptions,
+    run: Callable[[SupervisedJob], Supervised] | None = None,
+) -> Supervised:
+    """Do what `keep_running` does; with `run`, which runs the attempts in its place."""
     if not command:
         urls = (root,) if isinstance(root, str) else root
         options_of_roots = [word for url in urls for word in ("--root", url)]
@@ -244,7 +249,7 @@ def supervise(command: Sequence[str], root: str | Sequence[str], options: RunOpt
         stored_state(roots.first, options) as revisions,
         closing(SupervisedJob(tuple(command), roots, revisions, options)) as job,
     ):
-        return _run(job)
+        return (run or _run)(job)
 
 
 def _run(job: SupervisedJob) -> Supervised:
@@ -260,11 +265,9 @@ def _run(job: SupervisedJob) -> Supervised:
         stack.callback(hangs.close)
         try:
             seen = job.prepare()
-            held = _hold(job, seen)
+            held = hold(job, seen)
         except NotStarted as stop:
-            message = f"not started: {stop.why}"
-            about = (job.command, job.roots.url, (), (), message)
-            return Supervised(*about, stop.code, stop.next_command)
+            return job.not_started(stop)
         stack.callback(held.release)
         # The alarm inspects in a thread of its own, and shares nothing with the job.
         inspect = WatchedRoots(job.all_roots, job.options).inspect
@@ -273,7 +276,7 @@ def _run(job: SupervisedJob) -> Supervised:
     return job.summary(conclusion)
 
 
-def _hold(job: SupervisedJob, seen: RootState) -> HeldState:
+def hold(job: SupervisedJob, seen: RootState) -> HeldState:
     """Take the state over; raises `NotStarted` where its budget is spent."""
     held = take_over(job.state_place, job.signals, job.options.budget.reset_budget)
     if held is None:
@@ -582,8 +585,14 @@ class SupervisedJob:
         runner: AttemptRunner,
     ) -> Ended:
         """Run the last attempt of a state to its end."""
-        number, budget = state["attempts"][-1].number, self.options.budget
+        number = state["attempts"][-1].number
         name = f"{state['run']}/{number}"
+        variables = {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
+        return runner.run(number, plan, variables, self.about(state, plan, step))
+
+    def about(self, state: SupervisorDocument, plan: AttemptPlan, step: int | None) -> str:
+        """What is known of an attempt that begins, for the message."""
+        budget = self.options.budget
         left = budget_of(since_progress(state)).left(budget)
         about = [
             f"{left} of {budget.max_restarts} restarts left",
@@ -591,8 +600,7 @@ class SupervisedJob:
         ]
         if plan.world_size:
             about.append(counted(plan.world_size, "rank"))
-        variables = {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
-        return runner.run(number, plan, variables, ", ".join(about))
+        return ", ".join(about)
 
     def conclude(self, held: HeldState, ended: Ended, plan: AttemptPlan) -> Conclusion:
         """Inspect the roots after an attempt, decide what follows, and record both."""
@@ -616,7 +624,6 @@ class SupervisedJob:
         attempt = _concluded(attempt, ended, seen, conclusion, progress=progress)
         used = budget_of(since_progress({**state, "attempts": [*earlier, attempt]}))
         attempt = replace(attempt, left=used.left(budget))
-        self.attempts.append(attempt)
         state = {
             **state,
             "best": seen.step if progress else best,
@@ -630,11 +637,16 @@ class SupervisedJob:
             if ended.by_itself and ended.code == RERUN and len(state["excluded"]) == n_excluded:
                 self.tell("warning: exit code 16 asks for other nodes, and none was excluded")
         held.save(state)
+        self.record(attempt)
+        return conclusion
+
+    def record(self, attempt: Attempt) -> None:
+        """Take in an attempt that has ended, and report it."""
+        self.attempts.append(attempt)
         self._note(attempt.sentence)
         reported_to = guarded("reporting the attempt", partial(self.options.on_attempt, attempt))
         if isinstance(reported_to, Unknown):
             self.tell(f"warning: {reported_to.message}")
-        return conclusion
 
     def _as_slurm_knows(self, ended: Ended, nodes: Sequence[str]) -> Ended:
         """The end of an attempt on `nodes` with what Slurm knows of its reason.
@@ -674,6 +686,13 @@ class SupervisedJob:
         if again and not ended.asked:
             return self.roots.await_answer(self.signals, self.tell)
         return self.roots.inspect()
+
+    def not_started(self, stop: NotStarted) -> Supervised:
+        """The result where nothing more was started."""
+        attempts, message = tuple(self.attempts), f"not started: {stop.why}"
+        return Supervised(
+            self.command, self.roots.url, attempts, (), message, stop.code, stop.next_command
+        )
 
     def summary(self, conclusion: Conclusion) -> Supervised:
         """The result of the run."""

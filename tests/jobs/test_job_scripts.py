@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import clean_environment
+from services.processes import free_port, wait_until
 
 JOBS = Path(__file__).resolve().parents[2] / "examples" / "jobs"
 # It is installed beside the Python that runs the tests, which need not be on the path.
@@ -109,7 +110,14 @@ def test_a_restart_is_a_new_run_only_where_the_first_start_left_its_sentinel(fol
         (folder / "calls").unlink()
 
 
-@pytest.mark.parametrize("script", [path.name for path in SHELL])
+RUN = [
+    # The agents of torchrun_elastic.sh meet, by torch, before one of them inspects the root.
+    pytest.param(path.name, marks=[pytest.mark.torch, pytest.mark.slow] * (path.suffix == ".sh"))
+    for path in SHELL
+]
+
+
+@pytest.mark.parametrize("script", RUN)
 def test_no_training_starts_over_steps_that_are_gone(script, folder):
     command(folder, "srun", SRUN)
     for name in ("torchrun", "ft_launcher"):
@@ -119,21 +127,48 @@ def test_no_training_starts_over_steps_that_are_gone(script, folder):
     subprocess.run(picked, env=clean_environment(PATH=path), check=True, capture_output=True)
     for name in ("step_10", "step_20"):
         shutil.rmtree(folder / "ckpt" / name)
-    job = start(folder, script, HEAD="node001:29400")
+    job = start(folder, script, HEAD=f"127.0.0.1:{free_port()}", MAX_NODES="1")
     # `run` does not start: the storage may have been replaced.
-    assert job.wait() == (75 if "_run." in script else 11)
+    assert job.wait() == (75 if "ckptctl run" in (JOBS / script).read_text() else 11)
     assert not trainings(folder)
 
 
-@pytest.mark.parametrize("script", [path.name for path in SHELL])
+@pytest.mark.parametrize("script", RUN)
 def test_no_training_starts_without_a_root_that_answers(script, folder):
     command(folder, "srun", SRUN)
     for name in ("torchrun", "ft_launcher"):
         command(folder, name, RECORD)
     root = str(folder / "gone" / "ckpt")
-    job = start(folder, script, ROOT=root, HEAD="node001:29400")
+    job = start(folder, script, ROOT=root, HEAD=f"127.0.0.1:{free_port()}", MAX_NODES="1")
     assert job.wait() != 0
     assert not trainings(folder)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_agents_of_two_nodes_save_when_they_are_told_to_end_and_resume(folder):
+    shutil.copy(Path(__file__).with_name("train.py"), folder)
+    given = {"HEAD": f"127.0.0.1:{free_port()}", "ROOT": str(folder / "new"), "GPUS": "1"}
+    given |= {"MIN_NODES": "2", "MAX_NODES": "2", "OMP_NUM_THREADS": "1"}
+    saved = 0
+    for attempt in (1, 2):
+        jobs = [
+            start(folder, "torchrun_elastic.sh", NODE_NAME=node, LOGS=f"{folder}/{node}", **given)
+            for node in ("node-1", "node-2")
+        ]
+
+        def text(attempt=attempt):
+            logs = folder.glob(f"node-*/*/{attempt}/output.log")
+            return "".join(path.read_text() for path in logs)
+
+        wait_until(lambda text=text: text().count("resumed step") == 2, what="the ranks")
+        assert text().count(f"resumed step {saved} rank") == 2
+        for job in jobs:
+            job.terminate()
+        assert [job.wait() for job in jobs] == [143, 143]
+        (step,) = set(re.findall(r"saved step (\d+)", text()))
+        saved = int(step)
+    assert sorted(path.name for path in (folder / "new").glob("step_*"))[-1] == f"step_{saved}"
 
 
 XID = "node002 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."

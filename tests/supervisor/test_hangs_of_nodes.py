@@ -61,7 +61,10 @@ class TwoNodes:
             if node == FIRST:
                 start = ("env", f"{FOLDER_VARIABLE}={self.folder / SECOND}", f"NODE_NAME={SECOND}")
                 start = (*start, f"CKPTCTL_COLLECTS={self.marker(SECOND)}")
-                elsewhere = partial(collect_elsewhere, start)
+
+                def elsewhere(variables, _own, start=start):
+                    return collect_elsewhere(start, variables)
+
             out = str(self.folder / "evidence")
             watcher = HangWatcher(self.limits, lambda _: None, out, elsewhere=elsewhere)
             self.watchers[node] = watcher

@@ -255,3 +255,16 @@ def test_budgets_that_no_state_can_hold_are_refused():
     assert BudgetOptions(max_restarts=500, max_free_restarts=499).max_free_restarts == 499
     with pytest.raises(OptionError, match="needs the reason"):
         BudgetOptions(reset_budget=" ")
+
+
+@pytest.mark.parametrize("code", [0, 1, 17, 143])
+def test_a_change_of_the_nodes_costs_nothing_whatever_their_ranks_end_with(code: int):
+    found = after(FAILED, attempt(), code=code, nodes_change="another node joins")
+    assert outcome(found) == (Decision.RESTART, code, True)
+    assert found.reason == "another node joins; 2 of 3 restarts left"
+
+
+def test_a_job_whose_nodes_change_all_the_time_ends():
+    past = [attempt(n, free=True) for n in range(1, 51)]
+    found = after(FAILED, *past, nodes_change="another node joins")
+    assert outcome(found) == (Decision.GIVEN_UP, 93, True)

@@ -1,0 +1,276 @@
+"""What `ckptctl run --torchrun` uses of torch's elastic launcher, all in this module.
+
+The supervisors of all nodes are members of one rendezvous of torch (`Members`), which numbers
+them, holds the store in which they exchange documents, and notices a member that is gone. Each
+attempt is one torchrun a node: `main` of this module, which is torch's own agent without
+restarts. It gets the number of its node from the supervisors, and ends with the exit code of a rank
+where torchrun ends with 1.
+
+Source: torch 2.13, `torch/distributed/run.py`, `elastic/agent/server/api.py`,
+`elastic/rendezvous/dynamic_rendezvous.py`. Private are `_state_holder`, which has the members, and
+`_parse_rendezvous_config`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import (
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.run import (
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+    run,
+)
+
+import ckptctl
+from ckptctl.errors import UsageError
+from ckptctl.starting import python_command
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+_JOIN_S = 600
+"""How long a rendezvous waits for its nodes. Source: torch's `join_timeout`."""
+_SHUTDOWN_S = "30"
+"""How long torchrun lets its ranks end after a signal. Source: `LaunchConfig.shutdown_timeout`."""
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_PROGRAM = f"import sys; sys.path.append({{path!r}}); from {__name__} import main; main()"
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class NoRendezvous(Exception):
+    """The rendezvous did not come about, ended, or does not answer; the text is why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The arguments of torchrun, and what it reads in them itself."""
+
+    arguments: tuple[str, ...]
+    script: str
+    endpoint: str
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    n_ranks: int
+    """The ranks of this node."""
+    local_addr: str | None
+    settings: dict[str, str]
+    """Those of the rendezvous: `--rdzv-conf`."""
+    shutdown_s: float
+    """How long the ranks may take to end after a signal."""
+
+    def free_address(self) -> str:
+        """Host and port of this node, for the store of one attempt; the port is not reserved."""
+        port = get_free_port()  # type: ignore[no-untyped-call]
+        return f"{self.local_addr or socket.getfqdn()}:{port}"
+
+    def command(self, address: str, rank: int, size: int) -> list[str]:
+        """The torchrun of node `rank` of `size` in one attempt, with its store at an address."""
+        package = os.path.dirname(next(iter(ckptctl.__path__)))
+        return [
+            *python_command("-c", _PROGRAM.format(path=package)),
+            *(address, str(rank), str(size), *self.arguments),
+        ]
+
+
+def read_launch(arguments: Sequence[str]) -> Launch:
+    """The arguments of torchrun; raises `UsageError` for those that no agent of ours can have."""
+
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(f"torchrun: {message}", next_command="torchrun --help")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    parsed = parser.parse_args([*arguments])
+    if parsed.standalone or parsed.rdzv_backend not in ("static", "c10d"):
+        refuse("--torchrun needs the rendezvous c10d, and for one node `run ... -- torchrun ...`")
+    if parsed.max_restarts:
+        refuse("--max-restarts is that of ckptctl run, before the --")
+    try:
+        min_nodes, max_nodes = parse_min_max_nnodes(parsed.nnodes)
+        n_ranks = determine_local_world_size(parsed.nproc_per_node)
+        settings = _parse_rendezvous_config(parsed.rdzv_conf)
+        _, port = parse_rendezvous_endpoint(parsed.rdzv_endpoint, DEFAULT_PORT)
+        given_s = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
+        shutdown_s = float(given_s if parsed.shutdown_timeout is None else parsed.shutdown_timeout)
+    except (ValueError, RuntimeError) as error:
+        refuse(str(error))
+    if not parsed.rdzv_endpoint or not port:
+        refuse("--rdzv-endpoint HOST:PORT is missing: where the nodes meet, the same on all")
+    if not 0 < min_nodes <= max_nodes or n_ranks < 1:
+        refuse(f"--nnodes {parsed.nnodes} with --nproc-per-node {n_ranks} is no size of a job")
+    return Launch(
+        tuple(arguments),
+        parsed.training_script,
+        parsed.rdzv_endpoint,
+        parsed.rdzv_id,
+        min_nodes,
+        max_nodes,
+        n_ranks,
+        parsed.local_addr,
+        settings,
+        shutdown_s,
+    )
+
+
+class Round:
+    """One meeting of the members: the number of this one among them, and the store they share.
+
+    Every method raises `NoRendezvous` where the store does not answer within a minute.
+    """
+
+    def __init__(self, store: Store, number: int, rank: int, size: int) -> None:
+        self._store = store
+        self.number = number
+        self.rank = rank
+        self.size = size
+
+    def put(self, key: str, data: bytes) -> None:
+        """Set a value for all members."""
+        _answered(lambda: self._store.set(key, data))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes | None:
+        """A value; None before a member has set it."""
+        return _answered(lambda: self._store.get(key) if self._store.check([key]) else None)
+
+    def count(self, key: str) -> int:
+        """How many members have called this, this one among them."""
+        return _answered(lambda: self._store.add(key, 1))
+
+
+class Members:
+    """The supervisors of one job in torch's rendezvous. Torch closes it when one of them does."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._handler: RendezvousHandler | None = None
+        # This one is for the supervisors alone; torch would make another store for their ranks.
+        os.environ[_OWN_STORE] = "1"
+
+    def meet(self) -> Round:
+        """Wait for the other members, at most `join_timeout`; raises `NoRendezvous`.
+
+        A member that does not send its keep-alive (every 5 s) three times is none any more, by the
+        clocks of the nodes.
+        """
+        until_s = time.monotonic() + float(self._launch.settings.get("join_timeout", _JOIN_S))
+        while self._handler is None:
+            try:
+                self._handler = self._made()
+            except RendezvousConnectionError as error:
+                if time.monotonic() > until_s:  # the first node may start later
+                    raise NoRendezvous(_why(error)) from error
+                time.sleep(1.0)
+        info = _answered(self._handler.next_rendezvous)
+        return Round(info.store, self._state().round, info.rank, info.world_size)
+
+    def present(self, meeting: Round) -> set[int]:
+        """The members of a meeting that are still there, by number."""
+        self.n_waiting()
+        state = self._state()
+        is_same = state.complete and state.round == meeting.number
+        return {*state.participants.values()} if is_same else set()
+
+    def n_waiting(self) -> int:
+        """How many nodes wait to become members, where there may be more."""
+        handler = self._handler
+        return 0 if handler is None else _answered(handler.num_nodes_waiting)
+
+    def close(self) -> None:
+        """End the rendezvous for all members, and for the nodes that wait to become one."""
+        if self._handler is not None:
+            _answered(self._handler.shutdown)
+
+    def _made(self) -> RendezvousHandler:
+        about = self._launch
+        return get_rendezvous_handler(
+            RendezvousParameters(
+                "c10d",
+                about.endpoint,
+                about.run_id,
+                about.min_nodes,
+                about.max_nodes,
+                about.local_addr,
+                **about.settings,
+            )
+        )
+
+    def _state(self) -> Any:
+        return self._handler._state_holder.state  # type: ignore[union-attr]
+
+
+def _answered(ask: Callable[[], T]) -> T:
+    """The answer of the rendezvous or its store; raises `NoRendezvous` where there is none."""
+    try:
+        return ask()
+    except (RendezvousError, RuntimeError, ValueError, TimeoutError) as error:
+        raise NoRendezvous(_why(error)) from error
+
+
+def _why(error: BaseException) -> str:
+    """What torch reports, without its stack."""
+    cause = error.__cause__ or error
+    lines = str(cause).strip().splitlines() or [type(cause).__name__]
+    return lines[0][:300]
+
+
+# The torchrun of one attempt
+
+
+def most_telling(codes: Iterable[int]) -> int:
+    """Of the exit codes of failures, in their order, the one that states most; 0 where none is.
+
+    1 is that of any exception, and those of signals come of the end of other ranks.
+    """
+    return min(codes, key=lambda code: code == 1 or code > 128, default=0)
+
+
+def main() -> None:
+    """Run torchrun for one attempt, and end it when its supervisor is killed.
+
+    The arguments are the address of its store, the number of this node, how many there are, and
+    those of torchrun. Ends with the exit code of a rank, or 128 + N after signal N.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    address, rank, size, *arguments = sys.argv[1:]
+    parsed = get_args_parser().parse_args(arguments)
+    parsed.rdzv_backend, parsed.rdzv_endpoint = "static", address
+    parsed.node_rank, parsed.nnodes, parsed.max_restarts = int(rank), size, 0
+    try:
+        record(run)(parsed)
+    except ChildFailedError as error:
+        traceback.print_exc()
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        codes = (failure.exitcode for failure in failures)
+        sys.exit(most_telling(128 - code if code < 0 else code for code in codes))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
