@@ -37,7 +37,7 @@ from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT
-from ckptctl.selection.picking import NEWEST, Scan
+from ckptctl.selection.picking import NEWEST, Scan, step_in_words
 from ckptctl.symbols import LACKING, STEP_MARKS, Style
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
@@ -149,7 +149,7 @@ def chosen_lines(chosen: Report) -> list[Line]:
     """The first lines: the step that `pick` takes, and how sure that is."""
     left = not_proven(chosen, [name for name in ClaimName if name is not ClaimName.STATE])
     proven = f"not proven: {left}" if left else "every claim proven"
-    answer = f"resume from step {step_name(chosen)}"
+    answer = f"resume from step {step_in_words(chosen)}"
     inspected = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
     return [
         line(StyledText(answer + inspected, "good"), hang=2),
@@ -324,7 +324,7 @@ def state_words(state: TrainState) -> str:
     if not held:
         return "-"
     if not missing:
-        return "all"
+        return "all, of an adapter" if state.model.of_adapter else "all"
     if held == ("model",):
         return "weights only"
     return f"lacks {', '.join(missing)}"
