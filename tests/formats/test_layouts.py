@@ -45,6 +45,7 @@ def files(*paths: str) -> tuple[FileInfo, ...]:
         ("model_epoch_3.pth", 3, "epochs"),
         ("iter1200", 1200, "dcp"),
         ("step_1200.pth.tar", 1200, "dcp"),
+        ("checkpoint-12.pth.tar", 12, "epochs"),
         ("step_1200.pt", 1200, "dcp"),
         ("step_007", 7, "dcp"),
         ("step_00000000000000000000000100", 100, "dcp"),
