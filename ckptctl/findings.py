@@ -200,6 +200,7 @@ CODES: Mapping[str, Code] = {
     "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),
     "pickle.unknown": _warning("a pickle names a class that is in no list of known ones"),
     "state.missing": _note("some train state is missing"),
+    "state.adapter": _note("the weights are those of an adapter, without the base model"),
     "state.unrecognized": _note("some entries may be train state and are not recognized"),
     "state.renamed": _note("entries have other names than in the step before"),
     "state.lost": _note("some train state cannot be restored at this world size"),

@@ -621,6 +621,8 @@ class StatePart:
     of_each_rank: int | None = None
     """The tokens that a rank has counted, where it saves its own count. `value` is then that
     times the data-parallel size, and null where that is not known."""
+    of_adapter: bool = False
+    """The weights are those of an adapter (LoRA) alone: the base model is not in the step."""
 
 
 _NOT_FOUND = StatePart(found=False)

@@ -234,6 +234,8 @@ def _state_facts(state: TrainState) -> Iterator[str]:
             facts.append(f"{part.value:,}")
         if part.of_each_rank is not None:
             facts.append(f"{part.of_each_rank:,} on each rank")
+        if part.of_adapter:
+            facts.append("an adapter, without its base model")
         if part.n_ranks is not None:
             facts.append(f"for {counted(part.n_ranks, 'rank')}")
         yield f"{kind} ({', '.join(facts)})" if facts else kind

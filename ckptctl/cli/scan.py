@@ -40,7 +40,7 @@ from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT, NoStepReason, PassedOver
-from ckptctl.selection.picking import NEWEST, Scan
+from ckptctl.selection.picking import NEWEST, Scan, step_in_words
 
 EXAMPLES = ("ckptctl scan /shared/ckpt/run-1234", "ckptctl scan s3://bucket/run-1234 --last 20")
 EXIT_CODES = (0, 2, 10, 11, 75, 77)
@@ -151,7 +151,7 @@ def chosen_lines(chosen: Report) -> list[Line]:
     """The first lines: the step that `pick` takes, and how sure that is."""
     left = not_proven(chosen, [name for name in ClaimName if name is not ClaimName.STATE])
     proven = f"not proven: {left}" if left else "every claim proven"
-    answer = f"resume from step {step_name(chosen)}"
+    answer = f"resume from step {step_in_words(chosen)}"
     inspected = f": {chosen.verdict.value} (checked: {chosen.level.value}; {proven})"
     return [
         line(StyledText(answer + inspected, "good"), hang=2),
@@ -327,7 +327,7 @@ def state_words(state: TrainState) -> str:
     if not held:
         return "-"
     if not missing:
-        return "all"
+        return "all, of an adapter" if state.model.of_adapter else "all"
     if held == ("model",):
         return "weights only"
     return f"lacks {', '.join(missing)}"

@@ -178,9 +178,9 @@ class OpenStep:
         show whether they are of `torch.save`, a short read of one of each kind.
         """
         files = self.files
-        number, layout, stated = None, "dcp", None
-        if isinstance(self.named, StepName):
-            number, layout = self.named.number, layouts.layout_of(self.named, files)
+        named = self.named if isinstance(self.named, StepName) else None
+        number = named.number if named else None
+        layout, stated = layouts.layout_of(named, files), None
         if number is not None and layout == "nvrx":
             beside = _files_below(self.store, self.store.list_dir(""))
             stated = {"rank": ranks_beside(beside, number)}

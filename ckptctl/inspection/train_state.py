@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.findings import Finding
 from ckptctl.formats.families import files_by_kind
-from ckptctl.formats.frameworks.file_names import kind_of_file
+from ckptctl.formats.frameworks.file_names import is_adapter_file, kind_of_file
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
     Leaf,
@@ -28,6 +28,7 @@ from ckptctl.formats.frameworks.state_keys import (
     file_holds_no_state,
     holds_output,
     is_count_of_one_rank,
+    is_of_adapter,
     kinds_in_file,
     leaves_of,
     mapped_file,
@@ -92,6 +93,7 @@ class _Held(NamedTuple):
     where: str
     rank: str | None = None
     value: int | None = None
+    of_adapter: bool = False
 
 
 def train_state(sources: Sources) -> TrainState:
@@ -149,7 +151,8 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
                 kinds_by_name = read.get(by_name.names) or kinds_by_name
             mapped = mapped_file(file.path, sources.mapped)
             for kind in (mapped,) if mapped else kinds_by_name:
-                held.append(_Held(kind, file.path, by_name.rank if by_name else None))
+                rank = by_name.rank if by_name else None
+                held.append(_Held(kind, file.path, rank, of_adapter=is_adapter_file(file.path)))
             if not (mapped or by_name or file_holds_no_state(file.path)):
                 unread += [file.path] if may_be_archive(file.path) else []
     # Of files whose names differ by numbers alone, one that was read stands for the others.
@@ -236,7 +239,13 @@ def _state_part(kind: str, held: Sequence[_Held]) -> StatePart:
     counts = held if kind in _COUNTED else ()
     values = [one.value for one in counts if one.value is not None]
     where = tuple(sorted({one.where for one in held if one.where})[:_EXAMPLES])
-    return StatePart(True, where, len(ranks) or None, max(values, default=None))
+    return StatePart(
+        True,
+        where,
+        len(ranks) or None,
+        max(values, default=None),
+        of_adapter=kind == "model" and all(one.of_adapter for one in held),
+    )
 
 
 def _held_in(
@@ -245,9 +254,11 @@ def _held_in(
     """The places that hold state; not those of an optimizer without state."""
     optimizers = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if _is_optimizer(kind)]
     is_hollow = optimizer_is_hollow(optimizers)
-    for kind, place in zip(kinds, places, strict=True):
+    for leaf, kind, place in zip(leaves, kinds, places, strict=True):
         if kind.names[0] in STATE_KINDS and not (is_hollow and _is_optimizer(kind)):
-            yield place._replace(kind=kind.names[0], rank=place.rank or kind.rank)
+            of_adapter = place.of_adapter or is_of_adapter(leaf)
+            rank = place.rank or kind.rank
+            yield place._replace(kind=kind.names[0], rank=rank, of_adapter=of_adapter)
 
 
 def _is_optimizer(kind: StateKind) -> bool:
@@ -280,7 +291,8 @@ def _held_by_file(
     for leaf, kind in zip(leaves, kinds, strict=True):
         key = outermost_key(leaf)
         where = path if is_named or not leaf.path else f"{path}: {key}"
-        places.append(_Held("", where, rank, leaf.value if counts else None))
+        value = leaf.value if counts else None
+        places.append(_Held("", where, rank, value, is_adapter_file(path)))
         keys.update(_tensor_key(leaf, kind))
         if kind.may_be:
             unrecognized[where].update(kind.may_be)
@@ -293,11 +305,20 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
     """Yield what a resume would not restore, and what it may, if it is recognized.
 
     `require` are the kinds that the caller asked for; a finding that lacks one of them is
-    `unmet`. Yields one `state.missing` for the kinds that are absent, and one
-    `state.unrecognized` for the entries that may be the others.
+    `unmet`. Yields `state.adapter` where the base model is not in the step, one `state.missing`
+    for the kinds that are absent, and one `state.unrecognized` for the entries that may be the
+    others.
     """
     require = [*require]
     show = command_line("show", url)
+    if state.model.of_adapter:
+        yield Finding(
+            "state.adapter",
+            state.model.where[0],
+            "the weights are those of an adapter alone: the base model, which a resume needs as "
+            "it was, is not in the step and is not checked",
+            next_command=show,
+        )
     if state.absent:
         required = [kind for kind in require if kind in state.absent]
         message = f"a resume from here does not restore {listed(state.absent)}"

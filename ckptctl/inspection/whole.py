@@ -258,7 +258,8 @@ def _known_or_beside(compared: ComparedStep) -> str:
     names the files; else the listings of `MAX_BEFORE` steps before, and of two on each side.
     """
     opened = compared.opened
-    if opened.step.layout != "dcp" and any(part.grids for part in opened.step.parts):
+    is_of_framework = opened.step.layout not in layouts.OF_NO_FRAMEWORK
+    if is_of_framework and any(part.grids for part in opened.step.parts):
         return f"files as {opened.step.layout} names them"
     kinds = kinds_of_files(opened.step).keys()
     if not kinds:

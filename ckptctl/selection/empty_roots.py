@@ -19,6 +19,7 @@ from functools import partial
 
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
+from ckptctl.formats.frameworks import ray_train
 from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights
 from ckptctl.formats.frameworks.layouts import (
     NO_RUN_BELOW,
@@ -345,7 +346,7 @@ def _content_of(store: Store, listing: RootListing, ignore: Collection[str]) -> 
             steps = {step.name for step in inside.steps if not step.bare}
             if n_files > MAX_FILES:
                 content.n_not_listed += len(entries)
-            elif folder and steps:
+            elif folder and (steps or any(map(ray_train.is_named_by_time, inside.folders))):
                 content.roots.append(folder)
             elif folder and inside.is_step:
                 content.unknown.append(folder)

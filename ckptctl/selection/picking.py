@@ -15,6 +15,7 @@ import msgspec
 
 from ckptctl.errors import NothingToResume, OptionError
 from ckptctl.findings import EXIT_STATE_MISSING, Finding, Report, Severity, Verdict
+from ckptctl.formats.frameworks.layouts import counts_training_steps
 from ckptctl.formatting import command_line, counted, safe, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
@@ -108,6 +109,8 @@ class Pick:
         words = f"requires {', '.join(self.required) or 'nothing'}"
         if self.absent:
             words += f"; does not restore {', '.join(self.absent)}"
+        if self.chosen and self.chosen.state.model.of_adapter:
+            words += "; the base model of the adapter is not in the step"
         not_recognized = self.chosen.state.unrecognized if self.chosen else ()
         if not_recognized:
             keys = some_of([safe(entry.where) for entry in not_recognized])
@@ -230,7 +233,7 @@ def pick_step(
 
 def requested(roots: Roots, report: Report | None) -> Pick:
     """The answer where a person named the step, or None for a run from step 0."""
-    message = "a run from step 0" if report is None else f"resume from step {report.number}"
+    message = "a run from step 0" if report is None else f"resume from step {step_in_words(report)}"
     return Pick(
         answer=Answer.FRESH if report is None else Answer.FOUND,
         roots=roots.urls,
@@ -273,6 +276,14 @@ def answer_of(
     return found
 
 
+def step_in_words(report: Report) -> str:
+    """The number of a step, with its training step where the number counts something else."""
+    trained = report.state.step.value
+    if report.number is None or trained is None or counts_training_steps(report.layout):
+        return str(report.number)
+    return f"{report.number} (training step {trained:,})"
+
+
 def _found(done: RunSearch, chosen: Report, candidate: Candidate, require: Collection[str]) -> Pick:
     passed_over = [over.report.number for over in done.passed_over]
     newer = [number for number in passed_over if number != chosen.number]
@@ -285,7 +296,7 @@ def _found(done: RunSearch, chosen: Report, candidate: Candidate, require: Colle
         findings=tuple(done.findings),
         level=chosen.level,
         level_reason=done.inspect.level_reason(candidate),
-        message=f"resume from step {chosen.number}{past}",
+        message=f"resume from step {step_in_words(chosen)}{past}",
         exit_code=0,
         next_command=None,
         required=demanded(chosen, require, done.policy),

@@ -129,7 +129,7 @@ def read_files_beside(opened: OpenStep, rank: int) -> FilesBeside:
 
     files = opened.files
     named = step_name(opened.name)
-    layout = layout_of(named, files) if named is not None else "dcp"
+    layout = layout_of(named, files)
     values: dict[str, tuple[StateKind | None, Any]] = {}
     refused: dict[str, str] = {}
     ranks = set()

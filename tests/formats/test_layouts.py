@@ -45,6 +45,7 @@ def files(*paths: str) -> tuple[FileInfo, ...]:
         ("model_epoch_3.pth", 3, "epochs"),
         ("iter1200", 1200, "dcp"),
         ("step_1200.pth.tar", 1200, "dcp"),
+        ("checkpoint-12.pth.tar", 12, "epochs"),
         ("step_1200.pt", 1200, "dcp"),
         ("step_007", 7, "dcp"),
         ("step_00000000000000000000000100", 100, "dcp"),
@@ -351,6 +352,14 @@ def test_a_stage_that_is_missing_below_the_highest_is_named():
         ),
         ("iter_0000030", [".metadata", "common.pt"], "megatron", ("metadata.json",)),
         ("iter_0000030", [".metadata"], "megatron", ()),
+        ("step-30", [".metadata", "__0_0.distcp"], "torchtitan", ()),
+        ("step-30", ["__0_0.distcp"], "torchtitan", ()),
+        ("step-30", [], "torchtitan", ()),
+        ("step-30", ["model.pt"], "plain-files", ()),
+        ("step-30.pt", ["step-30.pt"], "plain-files", ()),
+        ("step_30", ["model.safetensors", ".ckptctl/seal.json"], "plain-files", ()),
+        ("step_30", ["shard-00001-model-00001-of-00001.safetensors"], "dcp", ()),
+        ("step_30", [".snapshot_metadata", "0/model"], "torchsnapshot", ()),
     ],
 )
 def test_what_a_framework_writes_last_is_missed(name, paths, layout, missing):

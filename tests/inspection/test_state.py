@@ -3,6 +3,7 @@
 from made_results import report
 
 from ckptctl.findings import Finding, Verdict
+from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.inspection.train_state import (
     NO_STATE,
     Sources,
@@ -106,6 +107,31 @@ def test_a_note_that_is_added_to_a_report_leaves_an_unmet_requirement_unmet():
     unmet = Finding("state.missing", "rng", "it is not restored; rng is required", unmet=True)
     added = report(1200, unmet).with_findings(Finding("seal.missing", "", "there is no seal"))
     assert (added.verdict, added.exit_code, added.usable) == (Verdict.COMPLETE, 23, False)
+
+
+LORA = "model.base_model.layers.0.q_proj.lora_{}.weight"
+
+
+def test_the_base_model_of_an_adapter_is_reported_as_not_in_the_step():
+    found = state(LORA.format("A"), LORA.format("B"), "optimizer.state.w.exp_avg")
+    note, _ = check_required(found, (), "root/step_1")
+    assert (note.code, note.where) == ("state.adapter", LORA.format("A"))
+
+
+def test_an_adapter_beside_its_base_model_is_part_of_a_model():
+    found = state(LORA.format("A"), "model.base_model.layers.0.q_proj.base_layer.weight")
+    assert found.model.found
+    assert not found.model.of_adapter
+
+
+def test_the_file_of_an_adapter_holds_no_base_model_whatever_else_was_trained():
+    files = [FileInfo("adapter_model.safetensors", 100)]
+    assert state(layout="transformers", files=files).model.of_adapter
+    head = {"base_model.model.lm_head.weight": TensorStub("float32", (4, 4), (), 0, "", 16)}
+    content = {"adapter_model.safetensors": head}
+    assert state(layout="transformers", files=files, contents=content).model.of_adapter
+    of_model = [*files, FileInfo("model.safetensors", 100)]
+    assert not state(layout="transformers", files=of_model).model.of_adapter
 
 
 def test_shards_that_disagree_about_the_step_are_mixed():

@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     "composer": "mosaicml",
     "olmo_core": "ai2-olmo-core",
     "megatron.core": "megatron-core",
+    "lightning.fabric": "lightning",
 }
 """Where the name of a module is not that of its distribution."""
 

@@ -17,13 +17,11 @@ from ckptctl.loss.verdict import LossVerdict
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-RECORDED = ("transformers", "accelerate", "lightning", "olmo_core")
+RECORDED = ("transformers", "accelerate", "lightning", "olmo_core", "trl")
 """Those whose integration logs the losses and checks the resume."""
 SEALED = (*RECORDED, "torchtitan", "megatron.core", "verl")
 """Those whose integration seals; `ckptctl watch` seals what the others save."""
 FRAMEWORKS = (*SEALED, "deepspeed", "composer")
-SHARDED = {"sharded, 2 ranks": 2, "sharded, 4 ranks": 4}
-"""How Lightning saves folders of DCP, besides its files."""
 ROUNDED = ("lightning", "composer")
 """Those whose console prints too few digits to prove a resume, and no gradient norms."""
 IN_CI = ("transformers", "accelerate", "lightning", "torchtitan")
@@ -38,12 +36,12 @@ class Case:
 
     framework: str
     variant: str = ""
+    options: tuple[str, ...] = ()
+    n_ranks: int = 2
 
     def run(self, run_job: Run, root: Path, *options: object) -> subprocess.CompletedProcess[str]:
         """Run the job of the framework, until each step that it saved is sealed."""
-        sharded = ["--sharded"] if self.variant else []
-        n_ranks = SHARDED.get(self.variant, 2)
-        done = run_job(self.framework, root, *sharded, *options, n_ranks=n_ranks)
+        done = run_job(self.framework, root, *self.options, *options, n_ranks=self.n_ranks)
         if self.framework not in SEALED:
             seal_by_watch(root)
         return done
@@ -52,7 +50,14 @@ class Case:
         record(self.framework, self.variant, **facts)
 
 
-CASES = [*map(Case, FRAMEWORKS), *(Case("lightning", variant) for variant in SHARDED)]
+CASES = [
+    *map(Case, FRAMEWORKS),
+    Case("lightning", "sharded, 2 ranks", ("--sharded",)),
+    Case("lightning", "sharded, 4 ranks", ("--sharded",), n_ranks=4),
+    Case("transformers", "FSDP 2, 2 ranks", ("--sharded",)),
+    Case("transformers", "FSDP 2, 4 ranks", ("--sharded",), n_ranks=4),
+    Case("trl", "DPO", ("--dpo",)),
+]
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ def test_a_resume_with_other_weights_is_wrong_by_the_console(
         assert "exitcode  : 30" in done.stdout, done.stdout
         # The ranks write to one console, now and then into one line.
         errors = re.findall("error: .*? (?:differ|rises) by", done.stdout)
-        assert len(errors) == SHARDED.get(case.variant, 2), done.stdout
+        assert len(errors) == case.n_ranks, done.stdout
     report = ckptctl.check_loss(consoles(tmp_path, interrupted.console, done.stdout))
     assert report.verdict is LossVerdict.DISCONTINUOUS, report.message
     case.record(wrong=report.verdict.value)

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.long]
 
 DISTRIBUTIONS = {
     "transformers": "transformers",
+    "trl": "trl",
     "zero1": "deepspeed",
     "zero3": "deepspeed",
     "accelerate": "accelerate",

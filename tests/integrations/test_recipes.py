@@ -14,13 +14,14 @@ import ckptctl
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 PAGES = REPOSITORY / "docs" / "frameworks"
-SEALS = ("transformers", "accelerate", "lightning")
-NOT_IN_CI = ("deepspeed", "composer")
+IN_CI = ("transformers", "accelerate", "lightning")
+SEALS = (*IN_CI, "trl")
+NOT_IN_CI = ("deepspeed", "composer", "trl")
 """Their installation takes longer than all others; `make frameworks` has them."""
 
 
 @pytest.mark.parametrize(
-    "framework", [*SEALS, *(pytest.param(each, marks=pytest.mark.long) for each in NOT_IN_CI)]
+    "framework", [*IN_CI, *(pytest.param(each, marks=pytest.mark.long) for each in NOT_IN_CI)]
 )
 def test_the_script_of_a_page_saves_and_resumes(framework, tmp_path):
     assert version_of(framework) in (PAGES / "README.md").read_text()

@@ -118,6 +118,21 @@ def test_the_tag_of_what_the_kernel_or_a_scheduler_reports_stays(text):
     assert take_apart(f"Nov 20 03:12:44 node017 {text}").message == text
 
 
+def test_what_ray_reports_of_any_rank_is_no_row(tmp_path):
+    log = tmp_path / "train.log"
+    lines = []
+    for step in range(1, 9):
+        lines.append(f"(RayTrainWorker pid=28177) step: {step}, loss: {3 / step:.6f}")
+        if step in (3, 5, 6):  # Ray leaves out most of them
+            lines.append(
+                f"(RayTrainWorker pid=2822{step % 2}) Reporting training result {step - 1}: "
+                f"TrainingReport(checkpoint=None, metrics={{'loss': 0.08332, 'lr': 0.01, "
+                f"'step': {step - 1}}}, validation=False) from rank 1 [repeated 6x across cluster]"
+            )
+    log.write_text("\n".join(lines))
+    assert [row.step for row in read_logs([str(log)]) if isinstance(row, Row)] == [*range(1, 9)]
+
+
 def test_the_process_of_ray_is_no_rank():
     line = take_apart("(RayTrainWorker pid=712, ip=10.0.0.2) CUDA out of memory")
     assert (line.host, line.rank, line.message) == ("10.0.0.2", None, "CUDA out of memory")

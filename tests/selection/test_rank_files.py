@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import run_ckptctl
 from storage.faulty import FaultyStore
 
 import ckptctl
@@ -76,6 +77,20 @@ def test_ranks_and_train_state_are_those_that_the_framework_wrote(root):
     assert (report.world_size and report.world_size.size) == RANKS[root.name]
     lost = set(ckptctl.model.STATE_KINDS) - set(report.state.held)
     assert lost == LOSES[root.name]
+
+
+def test_the_base_model_of_an_adapter_is_not_in_the_step_and_this_is_reported(rank_files):
+    chosen = ckptctl.pick(str(rank_files / "trl"))
+    assert (chosen.exit_code, chosen.step, chosen.chosen.layout) == (0, 6, "transformers")
+    assert chosen.chosen.state.model.of_adapter
+    assert "the base model of the adapter is not in the step" in chosen.about_state
+    found = {one.code: one for one in ckptctl.verify(chosen.path).findings}
+    assert found["state.adapter"].where == "adapter_model.safetensors"
+    assert found["state.adapter"].severity is Severity.NOTE
+    shown = run_ckptctl("show", chosen.path).stdout
+    assert "restores model (an adapter, without its base model), optimizer" in shown
+    whole = ckptctl.verify(str(rank_files / "transformers" / "checkpoint-6"))
+    assert not whole.state.model.of_adapter
 
 
 def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, str, tuple[int, ...]]]:

@@ -137,3 +137,16 @@ def test_digits_of_a_time_are_no_step_number(root):
 def test_a_folder_that_ray_has_prepared_is_that_of_a_new_run(tmp_path):
     (tmp_path / ".validate_storage_marker").touch()
     assert ckptctl.pick(str(tmp_path), allow_fresh=True).exit_code == 0
+
+
+def test_the_storage_path_leads_to_the_folder_of_the_job(root):
+    snapshot(root, STEPS, [*NAMES])
+    with pytest.raises(UsageError, match="but exp in it does") as refused:
+        ckptctl.pick(str(root.parent))
+    assert refused.value.next_command == f"ckptctl scan {root}"
+
+
+def test_a_report_is_called_by_its_training_step_too(root):
+    snapshot(root, EPOCHS, [*NAMES])
+    assert ckptctl.pick(str(root)).message == "resume from step 3 (training step 24)"
+    assert "resume from step 3 (training step 24): " in run_ckptctl("scan", root).stdout

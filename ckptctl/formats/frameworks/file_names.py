@@ -53,6 +53,11 @@ def is_named_as_weights(name: str) -> bool:
     return is_of_model or full_match(TABLES.weights, name) is not None
 
 
+def is_adapter_file(path: str) -> bool:
+    """Whether a file is named as the weights of an adapter, without those of its base model."""
+    return full_match(TABLES.adapter, path) is not None
+
+
 MAX_TEXT_BYTES = 64 << 10
 """A text of a known name is a configuration or a note up to this size, and unknown beyond."""
 

@@ -60,6 +60,7 @@ class Words(msgspec.Struct, frozen=True):
     step_leaves: _Set
     token_leaves: _Set
     model_head: str
+    of_adapter: _Set
     no_state_head: str
     output_leaf: str
     output_file: str
@@ -73,6 +74,7 @@ class Tables(msgspec.Struct, frozen=True):
 
     files: tuple[FileName, ...]
     weights: str
+    adapter: str
     logs_and_source: str
     text: str
     step_names: _Names
@@ -110,6 +112,7 @@ class Tables(msgspec.Struct, frozen=True):
     of_one_step: str
     signatures: tuple[tuple[str, str, str], ...]
     needs_signature: frozenset[str]
+    needs_shards: frozenset[str]
     states_ranks: str
     stage: str
     counts_of_other_things: Mapping[str, str]

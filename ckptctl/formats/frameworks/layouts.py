@@ -397,13 +397,35 @@ def own_file_of_lone(name: str, path: str) -> str:
 # The framework of a step, and the files that it writes last.
 
 
-def layout_of(named: StepName, files: Iterable[FileInfo]) -> str:
-    """The framework whose step this is, by its name and by the files in it; else `dcp`."""
-    paths = [file.path for file in files]
+PLAIN_FILES = "plain-files"
+"""The layout of a step without shards of DCP, and without anything of a framework."""
+
+OF_NO_FRAMEWORK = frozenset({"dcp", PLAIN_FILES})
+
+
+def layout_of(named: StepName | None, files: Iterable[FileInfo]) -> str:
+    """The framework whose step this is, by its name and by the files in it.
+
+    A name that anybody may give a step proves no layout: without shards or metadata of DCP it is
+    the other format that its files show, or `plain-files`.
+    """
+    paths = [file.path for file in files if is_saved(file.path)]
+    by_name = named.layout if named else "dcp"
     for layout, names, sign in TABLES.signatures:
-        if named.layout in names.split() and any(full_match(sign, path) for path in paths):
+        if by_name in names.split() and any(full_match(sign, path) for path in paths):
             return layout
-    return "dcp" if named.layout in TABLES.needs_signature else named.layout
+    by_name = "dcp" if by_name in TABLES.needs_signature else by_name
+    if by_name not in TABLES.needs_shards or not paths or any(map(_is_of_dcp, paths)):
+        return by_name
+    for other, expression in TABLES.other_formats:
+        if any(full_match(expression, path) for path in paths):
+            return other.value
+    return PLAIN_FILES
+
+
+def _is_of_dcp(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return belongs_to_shards(path) or hugging_face_rank(name) is not None
 
 
 def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:

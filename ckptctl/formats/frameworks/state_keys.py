@@ -223,6 +223,11 @@ def _words(path: Path) -> Words:
     return tuple(text.replace("..", ".").split("."))
 
 
+def is_of_adapter(leaf: Leaf) -> bool:
+    """Whether a weight is one that an adapter (LoRA) adds to a base model."""
+    return leaf.is_weight and not _WORDS.of_adapter.isdisjoint(_words(leaf.path))
+
+
 def weights_of(leaves: Iterable[Leaf]) -> Shapes:
     """The weights among the entries of a state: what `kinds_of` takes as `beside`."""
     return {_words(leaf.path): leaf.shape for leaf in leaves if leaf.is_weight}

@@ -21,6 +21,8 @@ def job_options() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=12)
     parser.add_argument("--epoch", type=int, default=12, help="steps in an epoch")
     parser.add_argument("--sharded", action="store_true", help="each rank saves its part")
+    parser.add_argument("--dpo", action="store_true", help="train by preferences")
+    parser.add_argument("--without-scheduler", action="store_true", help="leave it as it begins")
     parser.add_argument("--keep", type=int, help="how many steps the framework keeps")
     parser.add_argument("--kill-at", type=int, default=0, help="call `die` at this step")
     parser.add_argument("--wrong", action="store_true", help="train with other weights than loaded")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import accelerate
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from job_options import die, job_options
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -37,6 +41,28 @@ class Damaged(TrainerCallback):
                 parameter.mul_(3)
 
 
+class Summed(TrainerCallback):
+    """gloo has no mean over ranks, which FSDP takes of the gradients."""
+
+    def on_train_begin(self, args, state, control, model, **_):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+
+class WithFsdp(AcceleratorState):
+    """accelerate leaves FSDP out on the CPU alone."""
+
+    def __init__(self, *arguments, fsdp_plugin=None, **options):
+        super().__init__(*arguments, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type
+
+
+if options.sharded:
+    accelerate.accelerator.AcceleratorState = WithFsdp
 generator = torch.Generator().manual_seed(1)
 tokens = torch.randint(0, 32, (256, 8), generator=generator)
 torch.manual_seed(3)
@@ -50,6 +76,11 @@ arguments = TrainingArguments(
     learning_rate=0.01,
     per_device_train_batch_size=4,
     report_to=[],
+    fsdp=options.sharded,
+    fsdp_config={
+        "transformer_layer_cls_to_wrap": "GPT2Block",
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
 )
 trainer = Trainer(
     model=GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2)),
@@ -57,6 +88,7 @@ trainer = Trainer(
     train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
     callbacks=[
         CkptctlCallback(RecordOptions(verdict_after=8, stop=options.stop)),
+        *([Summed()] if options.sharded else []),
         *([Killed()] if options.kill_at else []),
     ],
 )
