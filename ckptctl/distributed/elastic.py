@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -237,6 +238,8 @@ def _answered(ask: Callable[[], T]) -> T:
 
 def _why(error: BaseException) -> str:
     """What torch reports, without its stack."""
+    if isinstance(error, RendezvousTimeoutError):
+        return "fewer nodes came than --nnodes states (--rdzv-conf join_timeout=SECONDS)"
     cause = error.__cause__ or error
     lines = str(cause).strip().splitlines() or [type(cause).__name__]
     return lines[0][:300]

@@ -160,12 +160,12 @@ def supervise_nodes(
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Without the stacks that torch's store prints where another agent ended first.
+    """Without the stacks that torch's store prints where another agent is not there.
 
     The variable is read when torch is imported; the ranks get it as it was.
     """
     before = os.environ.get(_TORCH_LOG_LEVEL)
-    os.environ.setdefault(_TORCH_LOG_LEVEL, "ERROR")
+    os.environ.setdefault(_TORCH_LOG_LEVEL, "FATAL")
     yield
     if before is None:
         del os.environ[_TORCH_LOG_LEVEL]

@@ -251,6 +251,24 @@ def test_arguments_that_no_agent_can_have_end_with_2(tmp_path: Path):
     ):
         done = run_ckptctl("run", "--root", tmp_path, "--torchrun", "--", *words)
         assert (done.returncode, what in done.stderr) == (2, True), done.stderr
+    assert not list(tmp_path.iterdir())
     words = ("--world-sizes", "4,2", "--torchrun", "--", "train.py")
     done = run_ckptctl("run", "--root", tmp_path, *words)
     assert (done.returncode, "--nnodes MIN:MAX" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("address", ["nohost.invalid:29400", "127.0.0.1"])
+def test_where_too_few_nodes_come_the_agent_ends_with_94_and_nothing_is_started(
+    tmp_path: Path, address: str
+):
+    """The address has no host, or no other node."""
+    if address == "127.0.0.1":
+        address += f":{free_port()}"
+    done = run_ckptctl(
+        *("run", "--root", tmp_path / "ckpt", "--create", "--torchrun", "--", "--nnodes", "2"),
+        *("--rdzv-endpoint", address, "--rdzv-conf", "join_timeout=3,read_timeout=3", "train.py"),
+    )
+    assert done.returncode == 94, done.stderr
+    assert f"the rendezvous at {address} did not come about" in done.stderr
+    assert "frame #" not in done.stderr
+    assert not (tmp_path / "ckpt").exists()
