@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, cluster_context
-from ckptctl.errors import CkptctlError, MissingExtra, OptionError, UsageError
+from ckptctl.errors import CkptctlError, MissingExtra, OptionError, Unknown, UsageError, guarded
 from ckptctl.failures.classifying import most_decisive
 from ckptctl.failures.results import Classification, Evidence
 from ckptctl.formats.own.supervision import Attempt, Decision, SectionTimes
@@ -47,7 +47,6 @@ from ckptctl.supervisor.restarting import (
     hold,
     supervise,
 )
-from ckptctl.unexpected import Unknown, guarded
 
 if TYPE_CHECKING:
     from ckptctl.distributed.elastic import Launch, Round
