@@ -337,6 +337,15 @@ class Requirements:
             setting=True,
         ),
     ] = ()
+    owners: Annotated[
+        Collection[str],
+        Parameter(
+            "--owners NAME,...",
+            "What each process of the run writes into a step, by its folder or file in it "
+            "(actor,critic,data.pt): a step without one of them is incomplete.",
+            setting=True,
+        ),
+    ] = ()
 
     def reads_every_byte(self, level: Level | None) -> bool:
         """Whether the bytes of a step that has a seal are to be compared.
@@ -366,6 +375,8 @@ class Requirements:
                     "such as mypackage.config.Config",
                 )
         object.__setattr__(self, "allow_globals", tuple(dict.fromkeys(allowed)))
+        owners = self.owners.split(",") if isinstance(self.owners, str) else self.owners
+        object.__setattr__(self, "owners", tuple(owner.strip("/") for owner in owners))
         kinds = self.require.split(",") if isinstance(self.require, str) else self.require
         for kind in kinds:
             if kind not in STATE_KINDS:
@@ -448,6 +459,7 @@ class StepKeywords(StorageKeywords, total=False):
     remote_checksums: bool
     marks: str | None
     allow_globals: Collection[str]
+    owners: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

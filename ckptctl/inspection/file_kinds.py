@@ -29,10 +29,11 @@ from ckptctl.formats.frameworks.file_names import (
     may_hold_state,
     rank_file,
 )
+from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
 from ckptctl.formats.frameworks.parts import is_empty_archive
 from ckptctl.formats.frameworks.state_keys import entries_of, holds_output
 from ckptctl.formats.manifest import MANIFEST
-from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import (
     MAX_BEFORE,
     OpenStep,
@@ -48,7 +49,7 @@ from ckptctl.inspection.sidecars import (
     tensor_names,
     tensor_sizes,
 )
-from ckptctl.model import Family, Step
+from ckptctl.model import SHARDED, Family, Step
 
 SIMILAR = 1.1
 """Files of one kind whose sizes differ by no more are of equally many ranks: those of three are a
@@ -224,14 +225,84 @@ N_BEFORE = 2
 """So many steps before must hold a file: one that a single step has is not of each save."""
 
 
+def check_owners(opened: OpenStep, stated: Collection[str]) -> Iterator[Finding]:
+    """Yield `file.missing` for each owner of the step that left nothing in it.
+
+    An owner is a process that writes its own folder or file of each step, such as the critic or
+    the orchestrator of a post-training run. `stated` names them. Else they are learned: folders
+    directly in the step, with metadata, with files of ranks or with state that is no tensor, which
+    all of the steps before have. Where this step has a folder that they lack, the owners may be
+    others now, and where it has a seal, that names its files: then nothing is learned. A folder of
+    tensors alone may be an export: see `check_gone`.
+
+    Cost: the listings of two steps, unless they are known; where an owner is gone, those of two
+    more, and the pickles of its files.
+    """
+    paths = {file.path for file in opened.files}
+    for owner in stated:
+        if owner not in paths and not any(path.startswith(f"{owner}/") for path in paths):
+            message = f"nothing of {owner} is there, which the setting owners names"
+            yield missing_file(opened.step, owner, message)
+    if stated or opened.is_file or opened.has_seal:
+        return
+    older = [*steps_before(opened, N_BEFORE)]
+    if len(older) < N_BEFORE:
+        return
+    here, before = _folders_with_state(opened.step), _folders_with_state(older[0].step)
+    lost = before.keys() - here.keys()
+    if not lost or here.keys() - before.keys():
+        return
+    further = [_folders_with_state(other.step) for other in steps_before(opened, MAX_BEFORE)]
+    for folder in sorted(lost):
+        if all(folder in held for held in further) and _is_owner(older[0], before[folder]):
+            path = before[folder][0]
+            n_steps = counted(len(further), "step")
+            message = f"nothing of {folder} is there, and the {n_steps} before hold it: {path}"
+            yield missing_file(opened.step, path, message)
+
+
+def _folders_with_state(step: Step) -> Mapping[str, Sequence[str]]:
+    """The files that may hold state in each folder directly in a step, with its numbers as `N`."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in step.files:
+        folder, slash, _ = file.path.partition("/")
+        is_saved = slash and file.kind == "file" and file.size and layouts.is_saved(file.path)
+        if is_saved and (layouts.belongs_to_shards(file.path) or may_hold_state(file.path)):
+            found[key_of(folder)].append(file.path)
+    return found
+
+
+def _is_owner(opened: OpenStep, paths: Sequence[str]) -> bool:
+    """Whether files of one folder are of a process that writes each step, and no export.
+
+    A number in the name is that of a rank or of an object; a folder of the optimizer is of one kind
+    of state, which a job may leave out.
+    """
+    name = paths[0].partition("/")[0]
+    if any(map(str.isdecimal, name)) or full_match(TABLES.words.optimizer_head, name):
+        return False
+    parts = opened.step.parts
+    folders = {part.path for part in parts if part.format in SHARDED}
+    folders |= {
+        inside(part.path, grid.folder) for part in parts for grid in part.grids if grid.is_named
+    }
+    if any(folder.partition("/")[0] == name for folder in folders):
+        return True
+    sidecars = [path for path in paths if not path.endswith(".json")]
+    with suppress(StorageError):
+        return bool(sidecars) and not _held_in(opened, sidecars)
+    return False
+
+
 def check_gone(opened: OpenStep) -> Iterator[Finding]:
     """Yield a finding for kinds of files that both steps before hold and this one lacks.
 
     It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
-    and shapes: they would begin anew. If other files here have all of them, as a network and its
-    twin, or weights and their average, it is `file.fewer`, unless another step before lacks the
-    file too: the run writes it at some steps only. A file without tensors is `file.gone`: a marker
-    may come and go. A file that has another name here is none, nor is the output of an evaluation.
+    and shapes, or is the metadata of a part: they would begin anew. If other files here have all of
+    them, as a network and its twin, or weights and their average, it is `file.fewer`, unless
+    another step before lacks the file too: the run writes it at some steps only. A file without
+    tensors is `file.gone`: a marker may come and go. A file that has another name here is none, nor
+    is the output of an evaluation.
 
     Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
     header of its file and of each file here, and the listings of two more steps.
@@ -252,7 +323,8 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
     }
     # An evaluation may not have run yet.
     gone = {kind: path for kind, path in gone.items() if not is_of_evaluation(same[0], path)}
-    if not gone:
+    lost_parts = _parts_gone(opened.step, [other.step for other in same])
+    if not (gone or lost_parts):
         return
     shapes = {shape_of_name(path) for path in gone.values()}
     with suppress(StorageError):
@@ -265,6 +337,7 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
         with suppress(StorageError):
             before[kind] = _held_in(same[0], [path])
     dropped = [kind for kind, tensors in before.items() if not are_held(tensors, here)]
+    dropped = [*lost_parts, *dropped]
     twins = [kind for kind, tensors in before.items() if not are_held(tensors, renamed)]
     twins = [kind for kind in twins if kind not in dropped]
     if twins and not dropped:
@@ -291,6 +364,15 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
             f"lacks {some_of(lost)}, which {same[0].name} and {same[1].name} hold: {why}",
             next_command=command_line("show", same[0].url),
         )
+
+
+def _parts_gone(step: Step, before: Sequence[Step]) -> list[str]:
+    """The folders with metadata in all of the steps before, where this step has no other ones."""
+    here, *held = (
+        {key_of(part.path) for part in one.parts if part.format in SHARDED}
+        for one in (step, *before)
+    )
+    return [] if here - held[0] else sorted(held[0].intersection(*held) - here)
 
 
 def _held_in(opened: OpenStep, paths: Iterable[str], *, with_metadata: bool = False) -> TensorNames:

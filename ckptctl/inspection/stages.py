@@ -23,7 +23,7 @@ from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.own.seals import SEAL, Seal
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.coverage import check_part_coverage
-from ckptctl.inspection.file_kinds import check_gone
+from ckptctl.inspection.file_kinds import check_gone, check_owners
 from ckptctl.inspection.identity import check_counts, decide_identity, number_in_metadata
 from ckptctl.inspection.one_save import check_one_save
 from ckptctl.inspection.open_step import OpenPart, OpenStep
@@ -265,13 +265,18 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
 
 def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the families of files with each other and with those of the steps beside."""
+    lost: list[Finding] = []
+    if not _has_fault(context.findings):
+        lost = [*check_owners(opened, context.requirements.owners)]
+        yield from lost
     n_ranks = context.requirements.saved_world_size
     context.wholeness = decide_whole(opened, n_ranks, is_deep=context.is_deep)
     sharded = any(part.metadata for part in opened.parts if part.part.format in SHARDED)
     faults = {fault.where for fault in context.faults}
     for finding in context.wholeness.findings:
         # The metadata of a sharded part states what the save consists of.
-        if finding.where not in faults and not (sharded and finding.code == "format.unlisted"):
+        is_known = sharded or lost
+        if finding.where not in faults and not (is_known and finding.code == "format.unlisted"):
             yield finding
 
 

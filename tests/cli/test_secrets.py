@@ -56,6 +56,7 @@ HARMLESS = {
     "a name that the answer is about": (
         *("--key", "--nodes", "--other-nodes", "--pattern", "--root-env", "--accept-drift"),
         *("--strip", "--under", "--node-probe", "--allow-globals", "--seal-run"),
+        "--owners",
     ),
     "words of a person that a record keeps for others": (
         *("--by", "--evidence", "--reason", "--reset-budget", "--adopt"),
