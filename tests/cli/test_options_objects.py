@@ -25,6 +25,7 @@ from ckptctl import options as options_module
 from ckptctl.cli.app import run
 from ckptctl.cli.commands import command_of
 from ckptctl.inspection.inspecting import inspect_step
+from ckptctl.model import Preference
 from ckptctl.options import options_from
 from ckptctl.selection.choosing import Search
 from ckptctl.selection.retention import RetentionPlan
@@ -43,6 +44,7 @@ GIVEN: dict[type, dict[str, tuple[str, object]]] = {
         "skip": ("--skip=7,8", frozenset({7, 8})),
         "max_fallback": ("--max-fallback=5", 5),
         "ignore": ("--ignore=*.npz,corpus", ("*.npz", "corpus")),
+        "prefer": ("--prefer=confirmed", Preference.CONFIRMED),
     },
     Requirements: {
         "pattern": (f"--pattern={PATTERN}", PATTERN),
@@ -230,8 +232,8 @@ def test_the_keywords_of_a_function_are_the_fields_of_its_objects(name):
         for key, value in get_type_hints(kind).items()
         if key in {each.name for each in fields(kind)}
     }
-    if "level" in hints:
-        hints["level"] = hints["level"] | str  # a keyword may be the level's word
+    for key in {"level", "prefer"} & hints.keys():
+        hints[key] = hints[key] | str  # a keyword may be the word of an enumeration
     assert stated == hints
 
 
@@ -289,7 +291,11 @@ def test_an_unknown_keyword_is_refused_as_python_does():
         (lambda: Requirements(grace_s=-1), "--grace is -1"),
         (lambda: Requirements(grace_s=float("nan")), "--grace is nan"),
         (lambda: Requirements(key=b"short"), "the key for seals has 5 bytes"),
-        (lambda: PickPolicy(level="deep"), "'deep' is no level"),
+        (lambda: PickPolicy(level="deep"), "'deep' is not a level; expected one of listing"),
+        (
+            lambda: PickPolicy(prefer="oldest"),
+            "'oldest' is not a preference; expected one of newest",
+        ),
         (lambda: PickPolicy(max_fallback=-1), "--max-fallback is -1"),
         (lambda: ContentOptions(jobs=0), "--jobs is 0"),
         (lambda: ContentOptions(deadline_s=-1), "--deadline is -1"),
