@@ -1,8 +1,8 @@
 """Decide about the steps of a run: which may be resumed from, and why another may not.
 
 From top to bottom: the answers and their reasons, the search from the newest step down, why a step
-is refused, what the roots of a run show besides, and the inspector that the search asks for a
-report of each candidate.
+is refused, and what the roots of a run show besides. Reports come from the inspector in
+`candidates`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,31 +28,21 @@ from ckptctl.findings import (
     unmet_in,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import (
-    StepName,
-    compile_pattern,
-    counted_by,
-    shard_rank,
-)
+from ckptctl.formats.frameworks.layouts import compile_pattern, counted_by
 from ckptctl.formatting import and_more, command_line, counted, rfc3339, some_of, verb
-from ckptctl.inspection.inspecting import (
-    Inspection,
-    inspect_step,
-    train_step,
-    why_not_deeper,
-)
+from ckptctl.inspection.inspecting import train_step
 from ckptctl.inspection.marks import check_marks_file
-from ckptctl.inspection.one_save import SaveTimes, times_of
-from ckptctl.inspection.open_step import OpenStep, RootSteps
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import STATE_KINDS, Level, Preference
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
-from ckptctl.selection.branches import (
-    BranchState,
-    WriteOrder,
-    branch_of,
-    left_behind,
-    ruled_out,
+from ckptctl.selection.branches import BranchState, WriteOrder
+from ckptctl.selection.candidates import (
+    CachingInspector,
+    Candidate,
+    Inspect,
+    candidates_of,
+    in_order,
 )
 from ckptctl.selection.roots import (
     RootListing,
@@ -63,18 +52,14 @@ from ckptctl.selection.roots import (
     check_reported,
     duplicates,
     list_root,
-    neighbours_of,
+    not_shared,
     pattern_of,
     pointer_numbers,
     too_large_numbers,
 )
 from ckptctl.selection.targets import OpenRoot, Roots, open_roots, unavailable
 from ckptctl.storage.contract import Store
-from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.content import Asked
 
 
 class Answer(StrEnum):
@@ -206,40 +191,6 @@ MAX_UNCONFIRMED = 100
 
 MAX_PREDECESSORS = 10
 """How many older steps are checked for the optimizer that a newer one lacks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One step under the root at `root_index` of the argument list.
-
-    `optional`: its root may be absent, so a step in it that does not answer does not stop
-    the search.
-    """
-
-    root_index: int
-    named: StepName
-    optional: bool = False
-
-    def is_no_step(self, report: Report) -> bool:
-        """Whether the inspection shows that a folder with a number as name is no step."""
-        return self.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN
-
-
-Inspect = Callable[[Candidate, Level], Report]
-"""Inspect a candidate, at the given level or deeper."""
-
-
-def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candidate]:
-    """The candidates that the policy allows, newest first, earlier roots first."""
-    return sorted(
-        (
-            c
-            for c in candidates
-            if (policy.before is None or c.named.number < policy.before)
-            and c.named.number not in policy.skip
-        ),
-        key=lambda c: (-c.named.number, c.root_index),
-    )
 
 
 class Search:
@@ -645,57 +596,6 @@ def _predecessors(
             return
 
 
-MIN_STEPS = 2
-"""So many steps that lack the same ranks are a pattern."""
-
-_LACKING = frozenset({"shard.missing", "file.missing", "metadata.missing"})
-
-
-def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
-    """The finding that storage is not shared, from steps that cannot be used, newest first.
-
-    Where the root is on a disk of each node, or a mount is missing on one, each node sees the files
-    of its own ranks. Every step then looks like an interrupted save or a damaged one, and all of
-    them lack the same ranks; on a node without rank 0 they have no metadata either. None unless
-    `MIN_STEPS` lack the files of the same ranks, and none lacks those of others.
-    """
-    seen = []
-    for inspection in inspections:
-        faults = inspection.report.with_severity(Severity.FAULT)
-        lacking, present = _ranks(inspection)
-        if lacking and any(fault.code in _LACKING for fault in faults):
-            seen.append((inspection.report.number, lacking, present))
-    kinds = {(lacking, present) for _, lacking, present in seen}
-    if len(seen) < MIN_STEPS or len(kinds) != 1:
-        return None
-    ((lacking, present),) = kinds
-    numbers = [number for number, _, _ in seen if number is not None]
-    return Finding(
-        "root.not-shared",
-        "",
-        f"{counted(len(numbers), 'step')} ({some_of(numbers)}) lack the files of the same "
-        f"{verb(len(lacking), 'rank', 'ranks')} ({some_of(sorted(lacking))}), and have those of "
-        f"{some_of(sorted(present))}: the root may not be shared, and the other files lie on other "
-        "nodes",
-        expected="the files of all ranks on each node",
-        found=f"those of {counted(len(present), 'rank')}",
-        next_command="ckptctl explain root.not-shared",
-    )
-
-
-def _ranks(inspection: Inspection) -> tuple[frozenset[int], frozenset[int]]:
-    """The ranks of which files are missing, and those of which files are there."""
-    present = {rank for _, ranks in inspection.report.ranks for rank in ranks}
-    named: set[int] = set()
-    for part in inspection.parts:
-        names = part.ranges.file_names if part.metadata else ()
-        named.update(rank for name in names if (rank := shard_rank(name)) is not None)
-        named.update(range(max((one.n_ranks or 0 for one in part.part.grids), default=0)))
-    # Without metadata nothing states the number of ranks, but the first is always 0.
-    named.update(range(min(present, default=0)))
-    return frozenset(named - present), frozenset(present)
-
-
 class RunSearch(Search):
     """The search of the roots of one run, which stay open until the caller's stack ends.
 
@@ -899,118 +799,3 @@ def search(
     found = RunSearch(roots, opened_roots, inspector, policy)
     found.run()
     return found
-
-
-class CachingInspector:
-    """Inspects candidates, each at most once at each level, and keeps the reports."""
-
-    def __init__(
-        self,
-        opened_roots: Sequence[OpenRoot],
-        requirements: Requirements,
-        level: Level | None,
-        seal_bytes: SealBytes | None = None,
-    ) -> None:
-        self._roots = opened_roots
-        self._seal_bytes = seal_bytes
-        self._requirements = requirements
-        self.level = level
-        self.confirm = True
-        self.content: Asked | None = None
-        self.inspected: dict[Candidate, Inspection] = {}
-        self._times: dict[Candidate, SaveTimes | None] = {}
-        self._steps = [RootSteps(root.listing.trees) for root in opened_roots]
-
-    def __call__(self, candidate: Candidate, at_least: Level) -> Report:
-        """The report on a candidate, at the requested level and at least at `at_least`."""
-        known = self.inspected.get(candidate)
-        if known is None or known.report.level.place < at_least.place:
-            known = self._inspect(candidate, at_least)
-            if known.report.verdict is Verdict.CHANGED:
-                # A save that replaced it may be whole by now: the change is no reason to skip it.
-                known = self._inspect(candidate, at_least, anew=True)
-            # The resumes that other roots record: in its own root a mark excludes a step.
-            beside = [root for i, root in enumerate(self._roots) if i != candidate.root_index]
-            left = left_behind(known, [resume for root in beside for resume in root.resumes])
-            if left is not None and not self._has_copy(left.root, known.report):
-                known = ruled_out(known, left)
-            self.inspected[candidate] = known
-        return known.report
-
-    def _inspect(self, candidate: Candidate, at_least: Level, *, anew: bool = False) -> Inspection:
-        root, named = self._roots[candidate.root_index], candidate.named
-        steps = self._steps[candidate.root_index]
-        beside = neighbours_of(lambda: root.listing.steps, named.number, steps)
-        opened = steps.opened.get(named.name)
-        if opened is None or anew:
-            files = None if anew else steps.files(named.name)
-            opened = OpenStep(root.store, named, files)
-        inspected = inspect_step(
-            opened,
-            self._requirements,
-            level=self._level(at_least),
-            content=self.content,
-            neighbours=beside,
-            confirm=self.confirm,
-            seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
-        )
-        if inspected.report.verdict in (Verdict.CHANGED, Verdict.UNKNOWN):
-            steps.forget(named.name)
-        else:
-            steps.add(opened)
-        return inspected
-
-    def claim_branch(self, candidate: Candidate, candidates: Sequence[Candidate]) -> WriteOrder:
-        """Claim of an inspected step that it is on the branch of the run; see `branch_of`."""
-        known, root = self.inspected[candidate], self._roots[candidate.root_index]
-        order = branch_of(candidate, candidates, root, self.inspected, self)
-        self.inspected[candidate] = replace(known, report=known.report.with_claim(order.claim))
-        return order
-
-    def times_of(self, candidates: Sequence[Candidate]) -> list[SaveTimes | None]:
-        """When steps were written; None where that is unknown. Cost: a listing of each at most."""
-        unlisted = [one for one in candidates if one not in self._times]
-        self._times.update(in_flight(self._listed_times, unlisted))
-        return [self._times[one] for one in candidates]
-
-    def _listed_times(self, candidate: Candidate) -> SaveTimes | None:
-        root, name = self._roots[candidate.root_index], candidate.named.name
-        files = self._steps[candidate.root_index].files(name)
-        try:
-            return times_of(OpenStep(root.store, candidate.named, files).step)
-        except StorageError:
-            return None
-
-    def _level(self, at_least: Level) -> Level | None:
-        if at_least is Level.LISTING:
-            return self.level
-        return max(self.level or at_least, at_least, key=lambda level: level.place)
-
-    def _has_copy(self, url: str, report: Report) -> bool:
-        """Whether the root at `url` contains the same save, and no mark there excludes it."""
-        for root in self._roots:
-            for named in root.listing.steps if root.store.url == url else ():
-                if named.number == report.number:
-                    # Asks which save a step is, and not for its bytes.
-                    other = inspect_step(
-                        OpenStep(root.store, named),
-                        self._requirements,
-                        level=Level.LISTING,
-                        seal_bytes=SealBytes.LATER,
-                    ).report
-                    if report.is_same_save(other) and not other.is_excluded:
-                        return True
-        return False
-
-    def level_reason(self, candidate: Candidate) -> str | None:
-        """Why an inspection was not deeper; None if a level was requested."""
-        return why_not_deeper(self.inspected[candidate]) if self.level is None else None
-
-
-def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
-    """The steps of all roots, each with the place of its root."""
-    return [
-        Candidate(place, named, root.optional)
-        for place, root in enumerate(opened_roots)
-        for named in root.listing.steps
-    ]

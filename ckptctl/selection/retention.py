@@ -72,15 +72,12 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level, StepUrl
 from ckptctl.options import PickPolicy, Requirements
 from ckptctl.selection.branches import BranchState, branch_of, written_after_all
+from ckptctl.selection.candidates import CachingInspector, Candidate, candidates_of, in_order
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
-    CachingInspector,
-    Candidate,
     PassedOver,
     Search,
     by_number,
-    candidates_of,
-    in_order,
     refusal,
     why_not,
 )
