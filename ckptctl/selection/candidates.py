@@ -88,6 +88,7 @@ class CachingInspector:
         self.confirm = True
         self.content: Asked | None = None
         self.inspected: dict[Candidate, Inspection] = {}
+        self._listed: dict[Candidate, Inspection] = {}
         self._times: dict[Candidate, SaveTimes | None] = {}
         self._steps = [RootSteps(root.listing.trees) for root in opened_roots]
 
@@ -95,19 +96,52 @@ class CachingInspector:
         """The report on a candidate, at the requested level and at least at `at_least`."""
         known = self.inspected.get(candidate)
         if known is None or known.report.level.place < at_least.place:
-            known = self._inspect(candidate, at_least)
-            if known.report.verdict is Verdict.CHANGED:
-                # A save that replaced it may be whole by now: the change is no reason to skip it.
-                known = self._inspect(candidate, at_least, anew=True)
-            # The resumes that other roots record: in its own root a mark excludes a step.
-            beside = [root for i, root in enumerate(self._roots) if i != candidate.root_index]
-            left = left_behind(known, [resume for root in beside for resume in root.resumes])
-            if left is not None and not self._has_copy(left.root, known.report):
-                known = ruled_out(known, left)
+            seal_bytes = SealBytes.COMPARED if self.level is None else None
+            known = self._among_roots(
+                candidate, self._level(at_least), self._seal_bytes or seal_bytes
+            )
             self.inspected[candidate] = known
         return known.report
 
-    def _inspect(self, candidate: Candidate, at_least: Level, *, anew: bool = False) -> Inspection:
+    def listed(self, candidate: Candidate, _: Level = Level.LISTING) -> Report:
+        """The report on a candidate at `listing`, whatever was requested, or a deeper one.
+
+        No byte is compared with a seal, also where one is required.
+        """
+        known = self.inspected.get(candidate) or self._listed.get(candidate)
+        if known is None:
+            known = self._among_roots(candidate, Level.LISTING, SealBytes.LATER)
+            self._listed[candidate] = known
+        return known.report
+
+    @property
+    def inspections(self) -> tuple[Inspection, ...]:
+        """All that were made so far."""
+        return (*self._listed.values(), *self.inspected.values())
+
+    def _among_roots(
+        self, candidate: Candidate, level: Level | None, seal_bytes: SealBytes | None
+    ) -> Inspection:
+        """Inspect, once more if the step changed, and exclude what records of other roots do."""
+        known = self._inspect(candidate, level, seal_bytes)
+        if known.report.verdict is Verdict.CHANGED:
+            # A save that replaced it may be whole by now: the change is no reason to skip it.
+            known = self._inspect(candidate, level, seal_bytes, anew=True)
+        # The resumes that other roots record: in its own root a mark excludes a step.
+        beside = [root for i, root in enumerate(self._roots) if i != candidate.root_index]
+        left = left_behind(known, [resume for root in beside for resume in root.resumes])
+        if left is not None and not self._has_copy(left.root, known.report):
+            known = ruled_out(known, left)
+        return known
+
+    def _inspect(
+        self,
+        candidate: Candidate,
+        level: Level | None,
+        seal_bytes: SealBytes | None,
+        *,
+        anew: bool = False,
+    ) -> Inspection:
         root, named = self._roots[candidate.root_index], candidate.named
         steps = self._steps[candidate.root_index]
         beside = neighbours_of(lambda: root.listing.steps, named.number, steps)
@@ -118,11 +152,11 @@ class CachingInspector:
         inspected = inspect_step(
             opened,
             self._requirements,
-            level=self._level(at_least),
+            level=level,
             content=self.content,
             neighbours=beside,
             confirm=self.confirm,
-            seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
+            seal_bytes=seal_bytes,
         )
         if inspected.report.verdict in (Verdict.CHANGED, Verdict.UNKNOWN):
             steps.forget(named.name)

@@ -201,11 +201,13 @@ class Search:
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
-    person decides. `n_unconfirmed` sound steps were inspected in vain for a confirmed one.
+    person decides. `n_unconfirmed` sound steps were inspected in vain for a confirmed one, with
+    `listed`, which reads no more than listing and metadata.
     """
 
     def __init__(self, inspect: Inspect, policy: PickPolicy) -> None:
         self.inspect = inspect
+        self.listed = inspect
         self.policy = policy
         self.chosen: Report | None = None
         self.chosen_candidate: Candidate | None = None
@@ -228,25 +230,16 @@ class Search:
 
         `candidates` come from `in_order`. Inspects as few as possible: one, if the newest is
         complete and lacks nothing; its predecessor too, if it lacks state. Where a confirmed step
-        is preferred, up to `MAX_UNCONFIRMED` sound ones, of which the newest is chosen if none is.
+        is preferred, the newest one is chosen if none is confirmed.
         """
-        unconfirmed: list[tuple[Report, Candidate, int]] = []
+        if self.policy.prefer is Preference.CONFIRMED and self._choose_confirmed(candidates):
+            return
         for copies, older in by_number(candidates):
-            if self.try_copies(copies, older) and self.chosen and self.chosen_candidate:
-                if self._is_preferred(self.chosen, copies):
-                    return
-                unconfirmed.append((self.chosen, self.chosen_candidate, len(self.passed_over)))
-                self.passed_over.append(
-                    PassedOver(self.chosen, "nothing confirms it", NoStepReason.UNCONFIRMED)
-                )
-                self.chosen = self.chosen_candidate = None
+            if self.try_copies(copies, older):
+                return
             if self.unknown:
                 self.stopped = NoStepReason.NOT_INSPECTED
                 return
-            if unconfirmed and (
-                len(unconfirmed) == MAX_UNCONFIRMED or len(self.damaged) > self.policy.max_fallback
-            ):
-                break
             if len(self.damaged) > self.policy.max_fallback:
                 self.stopped = NoStepReason.TOO_MANY_DAMAGED
                 number = copies[0].named.number
@@ -254,21 +247,43 @@ class Search:
                     [candidate for candidate in candidates if candidate.named.number < number]
                 )
                 return
-        if unconfirmed:
-            self.chosen, self.chosen_candidate, n_passed_over = unconfirmed[0]
-            del self.passed_over[n_passed_over:]
-            self.n_unconfirmed = len(unconfirmed)
 
-    def _is_preferred(self, chosen: Report, copies: Sequence[Candidate]) -> bool:
-        """Whether a sound step is one that the policy prefers; any copy of its save counts."""
-        if self.policy.prefer is Preference.NEWEST or chosen.has_finding("step.confirmed"):
-            return True
-        others = (self.inspect(one, Level.LISTING) for one in copies if len(copies) > 1)
-        return any(
-            bool(chosen.digests)
-            and one.digests == chosen.digests
-            and one.has_finding("step.confirmed")
-            for one in others
+    def _choose_confirmed(self, candidates: Sequence[Candidate]) -> bool:
+        """Choose the newest confirmed step; false if the newest step is to be chosen instead.
+
+        Those that nothing confirms are read at `listing`, whatever level was requested: none of
+        them is chosen, and of up to `MAX_UNCONFIRMED` sound ones every byte might be read.
+        """
+        for copies, older in by_number(candidates):
+            n_before = len(self.passed_over), len(self.no_steps)
+            for inspect in (self.listed, self.inspect):
+                # What the listing showed of the copies is replaced by what their inspection shows.
+                del self.passed_over[n_before[0] :], self.no_steps[n_before[1] :], self.unknown[:]
+                if not self.try_copies(copies, older, inspect=inspect) or self.chosen is None:
+                    break
+                if not self._is_confirmed(self.chosen, copies):
+                    over = PassedOver(self.chosen, "nothing confirms it", NoStepReason.UNCONFIRMED)
+                    self.passed_over.append(over)
+                    self.n_unconfirmed += 1
+                    break
+            else:
+                self.n_unconfirmed = 0
+                return True
+            self.chosen = self.chosen_candidate = None
+            if self.unknown:
+                self.stopped = NoStepReason.NOT_INSPECTED
+                return True
+            is_enough = self.n_unconfirmed == MAX_UNCONFIRMED
+            if is_enough or len(self.damaged) > self.policy.max_fallback:
+                break
+        self.passed_over, self.no_steps = [], []
+        return False
+
+    def _is_confirmed(self, chosen: Report, copies: Sequence[Candidate]) -> bool:
+        """Whether a step is confirmed; any copy of its save counts."""
+        others = (self.listed(copy, Level.LISTING) for copy in copies if len(copies) > 1)
+        return chosen.has_finding("step.confirmed") or any(
+            chosen.is_same_save(other) and other.has_finding("step.confirmed") for other in others
         )
 
     def try_copies(
@@ -276,24 +291,27 @@ class Search:
         copies: Sequence[Candidate],
         older: Sequence[Candidate],
         beside: Sequence[Candidate] = (),
+        *,
+        inspect: Inspect | None = None,
     ) -> bool:
         """Choose the first copy of a step that may be resumed from; whether there is one.
 
         `older` are the steps that it is compared with, `beside` are copies that cannot be chosen
-        but whose marks count. `pick` stops at the first step that is chosen; retention continues
-        until it has counted enough.
+        but whose marks count. `inspect` replaces the inspection of the search. `pick` stops at the
+        first step that is chosen; retention continues until it has counted enough.
         """
+        inspect = inspect or self.inspect
         # After a damaged step the next one is inspected in full.
         is_past_damage = any(one.report.damaged for one in self.passed_over)
         level = Level.STRUCTURE if is_past_damage else Level.LISTING
         for candidate in copies:
-            report = self.inspect(candidate, level)
+            report = inspect(candidate, level)
             if candidate.is_no_step(report):
                 self.no_steps.append(candidate)
                 continue
             others = [c for c in (*copies, *beside) if c.root_index != candidate.root_index]
             newer = [over.report for over in self.passed_over]
-            over = why_not(report, older, self.inspect, self.policy, others, newer)
+            over = why_not(report, older, inspect, self.policy, others, newer)
             if over is None:
                 self.chosen, self.chosen_candidate = report, candidate
                 return True
@@ -614,6 +632,7 @@ class RunSearch(Search):
         policy: PickPolicy,
     ) -> None:
         super().__init__(inspector, policy)
+        self.listed = inspector.listed
         self.roots = roots
         self.opened_roots = opened_roots
         self.candidates = in_order(candidates_of(opened_roots), policy)
@@ -639,7 +658,7 @@ class RunSearch(Search):
             self._check_counts(self.chosen_candidate)
             self._decide_branch(self.chosen_candidate)
         over = {id(one.report) for one in self.passed_over}
-        known = [one for one in self.inspect.inspected.values() if id(one.report) in over]
+        known = [one for one in self.inspect.inspections if id(one.report) in over]
         self.not_shared = not_shared(known)
         if self.not_shared is not None and self.chosen is None and not self.unknown:
             self.stopped = NoStepReason.NOT_SHARED

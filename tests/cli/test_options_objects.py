@@ -230,8 +230,8 @@ def test_the_keywords_of_a_function_are_the_fields_of_its_objects(name):
         for key, value in get_type_hints(kind).items()
         if key in {each.name for each in fields(kind)}
     }
-    if "level" in hints:
-        hints["level"] = hints["level"] | str  # a keyword may be the level's word
+    for key in {"level", "prefer"}.intersection(hints):
+        hints[key] = hints[key] | str  # a keyword may be the word
     assert stated == hints
 
 
@@ -289,7 +289,7 @@ def test_an_unknown_keyword_is_refused_as_python_does():
         (lambda: Requirements(grace_s=-1), "--grace is -1"),
         (lambda: Requirements(grace_s=float("nan")), "--grace is nan"),
         (lambda: Requirements(key=b"short"), "the key for seals has 5 bytes"),
-        (lambda: PickPolicy(level="deep"), "'deep' is no level"),
+        (lambda: PickPolicy(level="deep"), "'deep' is not a level"),
         (lambda: PickPolicy(max_fallback=-1), "--max-fallback is -1"),
         (lambda: ContentOptions(jobs=0), "--jobs is 0"),
         (lambda: ContentOptions(deadline_s=-1), "--deadline is -1"),
