@@ -626,8 +626,8 @@ class TrainOptions:
     `per_rank` are names of state, or patterns (`experts.*`), of which each rank saves its own.
     `contract` is what the job states of itself, such as its global batch, its tokenizer and the
     revision of its code; each step keeps it, and a resume names what differs.
-    A resumed step is marked confirmed with the first save `confirm_after` steps later, unless
-    weights were lost by then; 0 confirms none.
+    A resumed step is marked confirmed with the first save `confirm_after` steps later, if a loss
+    was given by then and none was lost; 0 confirms none.
     `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
     it waits for the slowest rank.
     """
@@ -652,8 +652,9 @@ class TrainOptions:
         object.__setattr__(self, "accept_lost", tuple(self.accept_lost))
         per_rank = (self.per_rank,) if isinstance(self.per_rank, str) else self.per_rank
         object.__setattr__(self, "per_rank", tuple(per_rank))
-        if self.confirm_after < 0:
-            raise UsageError(f"confirm_after is {self.confirm_after}; it must be 0 or more")
+        after: object = self.confirm_after
+        if not isinstance(after, int) or isinstance(after, bool) or after < 0:
+            raise UsageError(f"confirm_after is {after!r}; it must be a whole number, 0 or more")
         if self.rng not in RNG_POLICIES:
             raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
         if self.epoch_end not in (None, *EPOCH_ENDS):
