@@ -297,7 +297,7 @@ class Requirements:
         ),
     ] = field(default=None, repr=False)
     require_signature: Annotated[
-        Collection[bytes],
+        Collection[bytes] | None,
         Parameter(
             "--require-signature FILE",
             "Require a seal as --require-seal does, signed by the private key of the public key in "
@@ -305,7 +305,7 @@ class Requirements:
             "of them.",
             common=False,
         ),
-    ] = ()
+    ] = None
     signing_key: Annotated[
         bytes | None,
         Parameter(
@@ -396,9 +396,13 @@ class Requirements:
         not_negative("grace", self.grace_s)
         if self.key is not None:
             hide(self.key)
-        keys = self.require_signature
-        keys = (keys,) if isinstance(keys, bytes) else tuple(keys)
-        object.__setattr__(self, "require_signature", keys)
+        given = self.require_signature
+        keys = (given,) if isinstance(given, bytes) else tuple(given or ())
+        if given is not None:
+            if not keys:
+                # A pattern that matches no file must not lift the requirement.
+                raise OptionError("--require-signature", "has no public key; leave it out for none")
+            object.__setattr__(self, "require_signature", keys)
         for number, public in enumerate(keys, 1):
             if not isinstance(public, bytes):
                 raise OptionError("--require-signature", "takes the content of files, as bytes")
@@ -443,7 +447,7 @@ class StepKeywords(StorageKeywords, total=False):
     seal_run: str | None
     seal_sequence: int | None
     key: bytes | None
-    require_signature: Collection[bytes]
+    require_signature: Collection[bytes] | None
     signing_key: bytes | None
     remote_checksums: bool
     marks: str | None
