@@ -297,7 +297,7 @@ class Requirements:
         ),
     ] = field(default=None, repr=False)
     require_signature: Annotated[
-        Collection[bytes],
+        Collection[bytes] | None,
         Parameter(
             "--require-signature FILE",
             "Require a seal as --require-seal does, signed by the private key of the public key in "
@@ -305,7 +305,7 @@ class Requirements:
             "of them.",
             common=False,
         ),
-    ] = ()
+    ] = None
     signing_key: Annotated[
         bytes | None,
         Parameter(
@@ -407,9 +407,13 @@ class Requirements:
         not_negative("grace", self.grace_s)
         if self.key is not None:
             hide(self.key)
-        keys = self.require_signature
-        keys = (keys,) if isinstance(keys, bytes) else tuple(keys)
-        object.__setattr__(self, "require_signature", keys)
+        given = self.require_signature
+        keys = (given,) if isinstance(given, bytes) else tuple(given or ())
+        if given is not None:
+            if not keys:
+                # A pattern that matches no file must not lift the requirement.
+                raise OptionError("--require-signature", "has no public key; leave it out for none")
+            object.__setattr__(self, "require_signature", keys)
         for number, public in enumerate(keys, 1):
             if not isinstance(public, bytes):
                 raise OptionError("--require-signature", "takes the content of files, as bytes")
@@ -454,7 +458,7 @@ class StepKeywords(StorageKeywords, total=False):
     seal_run: str | None
     seal_sequence: int | None
     key: bytes | None
-    require_signature: Collection[bytes]
+    require_signature: Collection[bytes] | None
     signing_key: bytes | None
     remote_checksums: bool
     marks: str | None
@@ -638,8 +642,8 @@ class TrainOptions:
     `per_rank` are names of state, or patterns (`experts.*`), of which each rank saves its own.
     `contract` is what the job states of itself, such as its global batch, its tokenizer and the
     revision of its code; each step keeps it, and a resume names what differs.
-    A resumed step is marked confirmed with the first save `confirm_after` steps later, unless
-    weights were lost by then; 0 confirms none.
+    A resumed step is marked confirmed with the first save `confirm_after` steps later, if a loss
+    was given by then and none was lost; 0 confirms none.
     `settle_s` is how long a rank waits to see the files of rank 0, `patience_s` how long
     it waits for the slowest rank.
     """
@@ -664,8 +668,9 @@ class TrainOptions:
         object.__setattr__(self, "accept_lost", tuple(self.accept_lost))
         per_rank = (self.per_rank,) if isinstance(self.per_rank, str) else self.per_rank
         object.__setattr__(self, "per_rank", tuple(per_rank))
-        if self.confirm_after < 0:
-            raise UsageError(f"confirm_after is {self.confirm_after}; it must be 0 or more")
+        after: object = self.confirm_after
+        if not isinstance(after, int) or isinstance(after, bool) or after < 0:
+            raise UsageError(f"confirm_after is {after!r}; it must be a whole number, 0 or more")
         if self.rng not in RNG_POLICIES:
             raise UsageError(f"{self.rng!r} is not a policy for rng; expected reseed or refuse")
         if self.epoch_end not in (None, *EPOCH_ENDS):

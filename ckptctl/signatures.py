@@ -80,9 +80,10 @@ def public_key(data: bytes, where: str = "the public key") -> PublicKey:
     load = serialization.load_pem_public_key if is_pem else serialization.load_ssh_public_key
 
     def load_only() -> Any:
-        # Either loader leaves out what comes behind the first key.
+        # Either loader leaves out what comes behind the first key, and loads the key of a
+        # certificate without verifying that.
         end = data.partition(b"-----END")[2] if is_pem else data
-        if b"\n" in end:
+        if b"\n" in end or b"-cert-v01@" in data.partition(b" ")[0]:
             raise ValueError
         return load(data)
 

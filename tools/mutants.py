@@ -37,6 +37,7 @@ MOST_TESTS = 150
 TIMEOUT_S = 600
 FAST = "not slow and not long and not server"
 DECIDING = {
+    "selection/candidates.py": ["selection"],
     "selection/choosing.py": ["selection"],
     "selection/picking.py": ["selection"],
     "selection/pruning.py": ["selection"],

@@ -243,7 +243,7 @@ def _value(path: str, name: str, value: Any, key: Option) -> Any:
     if key.is_path:
         folder = os.path.dirname(os.path.abspath(path))
         texts = [_beside(folder, text) for text in texts]
-    if name == "root" and not texts:
+    if name in ("root", "require_signature") and not texts:
         raise UsageError(f"{path}: {name} is an empty list")
     if key.is_list:
         return texts

@@ -264,10 +264,12 @@ def signing_key(key_file: str | None) -> bytes | None:
     return private_key(data, os.environb.get(PASSWORD.encode()) or None, f"the key file {key_file}")
 
 
-def public_keys(key_files: Sequence[str] | None) -> tuple[bytes, ...]:
-    """What files with one public key each hold."""
+def public_keys(key_files: Sequence[str] | None) -> tuple[bytes, ...] | None:
+    """What files with one public key each hold; None where no files are given."""
+    if key_files is None:
+        return None
     found = []
-    for path in key_files or ():
+    for path in key_files:
         data = _read_key_file(path, "ssh-keygen -t ed25519", is_public=True)
         public_key(data, f"the key file {path}")
         found.append(data)

@@ -53,8 +53,8 @@ ReadMarks = tuple[tuple[Mark, ...], tuple[Finding, ...]]
 def read_marks(opened: OpenStep) -> ReadMarks:
     """The marks in a step. Cost: one read for each.
 
-    A mark that rules the step out counts by the name of its file where it cannot be
-    read: neither damage nor many later marks let a step be taken that was rejected.
+    A mark that rules the step out, or lifts a confirmation, counts by the name of its file where
+    it cannot be read: neither damage nor many later marks let a step be taken that was rejected.
     """
     step = opened.step
     files = [
@@ -75,10 +75,11 @@ def read_marks(opened: OpenStep) -> ReadMarks:
         except OwnFileUnreadable as error:
             unread[file.path] = error.message
     current = metadata_digest(tuple(opened.digests.items()))
+    confirmed = tuple(mark.id for mark in marks if mark.word is MarkKind.CONFIRMED)
     marks += [
-        _by_name(path, word, why, step, current)
+        _by_name(path, word, why, step, current, () if word in _RULES_OUT else confirmed)
         for path, why in unread.items()
-        if (word := named_word(path)) in _RULES_OUT
+        if (word := named_word(path)) in _COUNT_BY_NAME
     ]
     damaged = [
         unusable("mark.damaged", path, "a mark", why) for path, why in sorted(unread.items())
@@ -87,9 +88,12 @@ def read_marks(opened: OpenStep) -> ReadMarks:
 
 
 _RULES_OUT = (MarkKind.REJECTED, MarkKind.SUPERSEDED)
+_COUNT_BY_NAME = (*_RULES_OUT, MarkKind.UNCONFIRMED)
 
 
-def _by_name(path: str, word: MarkKind, why: str, step: Step, current: str | None) -> Mark:
+def _by_name(
+    path: str, word: MarkKind, why: str, step: Step, current: str | None, lifts: tuple[str, ...]
+) -> Mark:
     """The mark that a file was written for which cannot be read; `accept` lifts it as any other."""
     name = path.rpartition("/")[2].removesuffix(".json")
     return Mark(
@@ -101,6 +105,7 @@ def _by_name(path: str, word: MarkKind, why: str, step: Step, current: str | Non
         url=step.url,
         number=step.number,
         metadata=current,
+        lifts=lifts,
     )
 
 

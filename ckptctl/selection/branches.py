@@ -49,7 +49,7 @@ from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import absolute_url, base_name
 
 if TYPE_CHECKING:
-    from ckptctl.selection.choosing import CachingInspector, Candidate
+    from ckptctl.selection.candidates import CachingInspector, Candidate
     from ckptctl.selection.targets import OpenRoot
 
 

@@ -1,8 +1,8 @@
 """Decide about the steps of a run: which may be resumed from, and why another may not.
 
 From top to bottom: the answers and their reasons, the search from the newest step down, why a step
-is refused, what the roots of a run show besides, and the inspector that the search asks for a
-report of each candidate.
+is refused, and what the roots of a run show besides. Reports come from the inspector in
+`candidates`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,31 +28,21 @@ from ckptctl.findings import (
     unmet_in,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import (
-    StepName,
-    compile_pattern,
-    counted_by,
-    shard_rank,
-)
+from ckptctl.formats.frameworks.layouts import compile_pattern, counted_by
 from ckptctl.formatting import and_more, command_line, counted, rfc3339, some_of, verb
-from ckptctl.inspection.inspecting import (
-    Inspection,
-    inspect_step,
-    train_step,
-    why_not_deeper,
-)
+from ckptctl.inspection.inspecting import train_step
 from ckptctl.inspection.marks import check_marks_file
-from ckptctl.inspection.one_save import SaveTimes, times_of
-from ckptctl.inspection.open_step import OpenStep, RootSteps
+from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import STATE_KINDS, Level, Preference
 from ckptctl.options import PickPolicy, Requirements, StorageOptions
-from ckptctl.selection.branches import (
-    BranchState,
-    WriteOrder,
-    branch_of,
-    left_behind,
-    ruled_out,
+from ckptctl.selection.branches import BranchState, WriteOrder
+from ckptctl.selection.candidates import (
+    CachingInspector,
+    Candidate,
+    Inspect,
+    candidates_of,
+    in_order,
 )
 from ckptctl.selection.roots import (
     RootListing,
@@ -63,18 +52,14 @@ from ckptctl.selection.roots import (
     check_reported,
     duplicates,
     list_root,
-    neighbours_of,
+    not_shared,
     pattern_of,
     pointer_numbers,
     too_large_numbers,
 )
 from ckptctl.selection.targets import OpenRoot, Roots, open_roots, unavailable
 from ckptctl.storage.contract import Store
-from ckptctl.storage.in_flight import in_flight
 from ckptctl.storage.opening import base_name
-
-if TYPE_CHECKING:
-    from ckptctl.inspection.content import Asked
 
 
 class Answer(StrEnum):
@@ -208,40 +193,6 @@ MAX_PREDECESSORS = 10
 """How many older steps are checked for the optimizer that a newer one lacks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One step under the root at `root_index` of the argument list.
-
-    `optional`: its root may be absent, so a step in it that does not answer does not stop
-    the search.
-    """
-
-    root_index: int
-    named: StepName
-    optional: bool = False
-
-    def is_no_step(self, report: Report) -> bool:
-        """Whether the inspection shows that a folder with a number as name is no step."""
-        return self.named.bare and not report.parts and report.verdict is not Verdict.UNKNOWN
-
-
-Inspect = Callable[[Candidate, Level], Report]
-"""Inspect a candidate, at the given level or deeper."""
-
-
-def in_order(candidates: Sequence[Candidate], policy: PickPolicy) -> list[Candidate]:
-    """The candidates that the policy allows, newest first, earlier roots first."""
-    return sorted(
-        (
-            c
-            for c in candidates
-            if (policy.before is None or c.named.number < policy.before)
-            and c.named.number not in policy.skip
-        ),
-        key=lambda c: (-c.named.number, c.root_index),
-    )
-
-
 class Search:
     """The search for the step to resume from, from the newest candidate down.
 
@@ -250,11 +201,13 @@ class Search:
     `no_steps` are folders with a number as name that are not steps, `unknown` the copies of
     the step at which the search stopped that could not be inspected. `further` is set after
     too many damaged steps: the search for the newest sound step before them, on which a
-    person decides. `n_unconfirmed` sound steps were inspected in vain for a confirmed one.
+    person decides. `n_unconfirmed` sound steps were inspected in vain for a confirmed one, with
+    `listed`, which reads no more than listing and metadata.
     """
 
     def __init__(self, inspect: Inspect, policy: PickPolicy) -> None:
         self.inspect = inspect
+        self.listed = inspect
         self.policy = policy
         self.chosen: Report | None = None
         self.chosen_candidate: Candidate | None = None
@@ -277,25 +230,16 @@ class Search:
 
         `candidates` come from `in_order`. Inspects as few as possible: one, if the newest is
         complete and lacks nothing; its predecessor too, if it lacks state. Where a confirmed step
-        is preferred, up to `MAX_UNCONFIRMED` sound ones, of which the newest is chosen if none is.
+        is preferred, the newest one is chosen if none is confirmed.
         """
-        unconfirmed: list[tuple[Report, Candidate, int]] = []
+        if self.policy.prefer is Preference.CONFIRMED and self._choose_confirmed(candidates):
+            return
         for copies, older in by_number(candidates):
-            if self.try_copies(copies, older) and self.chosen and self.chosen_candidate:
-                if self._is_preferred(self.chosen, copies):
-                    return
-                unconfirmed.append((self.chosen, self.chosen_candidate, len(self.passed_over)))
-                self.passed_over.append(
-                    PassedOver(self.chosen, "nothing confirms it", NoStepReason.UNCONFIRMED)
-                )
-                self.chosen = self.chosen_candidate = None
+            if self.try_copies(copies, older):
+                return
             if self.unknown:
                 self.stopped = NoStepReason.NOT_INSPECTED
                 return
-            if unconfirmed and (
-                len(unconfirmed) == MAX_UNCONFIRMED or len(self.damaged) > self.policy.max_fallback
-            ):
-                break
             if len(self.damaged) > self.policy.max_fallback:
                 self.stopped = NoStepReason.TOO_MANY_DAMAGED
                 number = copies[0].named.number
@@ -303,21 +247,43 @@ class Search:
                     [candidate for candidate in candidates if candidate.named.number < number]
                 )
                 return
-        if unconfirmed:
-            self.chosen, self.chosen_candidate, n_passed_over = unconfirmed[0]
-            del self.passed_over[n_passed_over:]
-            self.n_unconfirmed = len(unconfirmed)
 
-    def _is_preferred(self, chosen: Report, copies: Sequence[Candidate]) -> bool:
-        """Whether a sound step is one that the policy prefers; any copy of its save counts."""
-        if self.policy.prefer is Preference.NEWEST or chosen.has_finding("step.confirmed"):
-            return True
-        others = (self.inspect(one, Level.LISTING) for one in copies if len(copies) > 1)
-        return any(
-            bool(chosen.digests)
-            and one.digests == chosen.digests
-            and one.has_finding("step.confirmed")
-            for one in others
+    def _choose_confirmed(self, candidates: Sequence[Candidate]) -> bool:
+        """Choose the newest confirmed step; false if the newest step is to be chosen instead.
+
+        Those that nothing confirms are read at `listing`, whatever level was requested: none of
+        them is chosen, and of up to `MAX_UNCONFIRMED` sound ones every byte might be read.
+        """
+        for copies, older in by_number(candidates):
+            n_before = len(self.passed_over), len(self.no_steps)
+            for inspect in (self.listed, self.inspect):
+                # What the listing showed of the copies is replaced by what their inspection shows.
+                del self.passed_over[n_before[0] :], self.no_steps[n_before[1] :], self.unknown[:]
+                if not self.try_copies(copies, older, inspect=inspect) or self.chosen is None:
+                    break
+                if not self._is_confirmed(self.chosen, copies):
+                    over = PassedOver(self.chosen, "nothing confirms it", NoStepReason.UNCONFIRMED)
+                    self.passed_over.append(over)
+                    self.n_unconfirmed += 1
+                    break
+            else:
+                self.n_unconfirmed = 0
+                return True
+            self.chosen = self.chosen_candidate = None
+            if self.unknown:
+                self.stopped = NoStepReason.NOT_INSPECTED
+                return True
+            is_enough = self.n_unconfirmed == MAX_UNCONFIRMED
+            if is_enough or len(self.damaged) > self.policy.max_fallback:
+                break
+        self.passed_over, self.no_steps = [], []
+        return False
+
+    def _is_confirmed(self, chosen: Report, copies: Sequence[Candidate]) -> bool:
+        """Whether a step is confirmed; any copy of its save counts."""
+        others = (self.listed(copy, Level.LISTING) for copy in copies if len(copies) > 1)
+        return chosen.has_finding("step.confirmed") or any(
+            chosen.is_same_save(other) and other.has_finding("step.confirmed") for other in others
         )
 
     def try_copies(
@@ -325,24 +291,27 @@ class Search:
         copies: Sequence[Candidate],
         older: Sequence[Candidate],
         beside: Sequence[Candidate] = (),
+        *,
+        inspect: Inspect | None = None,
     ) -> bool:
         """Choose the first copy of a step that may be resumed from; whether there is one.
 
         `older` are the steps that it is compared with, `beside` are copies that cannot be chosen
-        but whose marks count. `pick` stops at the first step that is chosen; retention continues
-        until it has counted enough.
+        but whose marks count. `inspect` replaces the inspection of the search. `pick` stops at the
+        first step that is chosen; retention continues until it has counted enough.
         """
+        inspect = inspect or self.inspect
         # After a damaged step the next one is inspected in full.
         is_past_damage = any(one.report.damaged for one in self.passed_over)
         level = Level.STRUCTURE if is_past_damage else Level.LISTING
         for candidate in copies:
-            report = self.inspect(candidate, level)
+            report = inspect(candidate, level)
             if candidate.is_no_step(report):
                 self.no_steps.append(candidate)
                 continue
             others = [c for c in (*copies, *beside) if c.root_index != candidate.root_index]
             newer = [over.report for over in self.passed_over]
-            over = why_not(report, older, self.inspect, self.policy, others, newer)
+            over = why_not(report, older, inspect, self.policy, others, newer)
             if over is None:
                 self.chosen, self.chosen_candidate = report, candidate
                 return True
@@ -645,57 +614,6 @@ def _predecessors(
             return
 
 
-MIN_STEPS = 2
-"""So many steps that lack the same ranks are a pattern."""
-
-_LACKING = frozenset({"shard.missing", "file.missing", "metadata.missing"})
-
-
-def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
-    """The finding that storage is not shared, from steps that cannot be used, newest first.
-
-    Where the root is on a disk of each node, or a mount is missing on one, each node sees the files
-    of its own ranks. Every step then looks like an interrupted save or a damaged one, and all of
-    them lack the same ranks; on a node without rank 0 they have no metadata either. None unless
-    `MIN_STEPS` lack the files of the same ranks, and none lacks those of others.
-    """
-    seen = []
-    for inspection in inspections:
-        faults = inspection.report.with_severity(Severity.FAULT)
-        lacking, present = _ranks(inspection)
-        if lacking and any(fault.code in _LACKING for fault in faults):
-            seen.append((inspection.report.number, lacking, present))
-    kinds = {(lacking, present) for _, lacking, present in seen}
-    if len(seen) < MIN_STEPS or len(kinds) != 1:
-        return None
-    ((lacking, present),) = kinds
-    numbers = [number for number, _, _ in seen if number is not None]
-    return Finding(
-        "root.not-shared",
-        "",
-        f"{counted(len(numbers), 'step')} ({some_of(numbers)}) lack the files of the same "
-        f"{verb(len(lacking), 'rank', 'ranks')} ({some_of(sorted(lacking))}), and have those of "
-        f"{some_of(sorted(present))}: the root may not be shared, and the other files lie on other "
-        "nodes",
-        expected="the files of all ranks on each node",
-        found=f"those of {counted(len(present), 'rank')}",
-        next_command="ckptctl explain root.not-shared",
-    )
-
-
-def _ranks(inspection: Inspection) -> tuple[frozenset[int], frozenset[int]]:
-    """The ranks of which files are missing, and those of which files are there."""
-    present = {rank for _, ranks in inspection.report.ranks for rank in ranks}
-    named: set[int] = set()
-    for part in inspection.parts:
-        names = part.ranges.file_names if part.metadata else ()
-        named.update(rank for name in names if (rank := shard_rank(name)) is not None)
-        named.update(range(max((one.n_ranks or 0 for one in part.part.grids), default=0)))
-    # Without metadata nothing states the number of ranks, but the first is always 0.
-    named.update(range(min(present, default=0)))
-    return frozenset(named - present), frozenset(present)
-
-
 class RunSearch(Search):
     """The search of the roots of one run, which stay open until the caller's stack ends.
 
@@ -714,6 +632,7 @@ class RunSearch(Search):
         policy: PickPolicy,
     ) -> None:
         super().__init__(inspector, policy)
+        self.listed = inspector.listed
         self.roots = roots
         self.opened_roots = opened_roots
         self.candidates = in_order(candidates_of(opened_roots), policy)
@@ -739,7 +658,7 @@ class RunSearch(Search):
             self._check_counts(self.chosen_candidate)
             self._decide_branch(self.chosen_candidate)
         over = {id(one.report) for one in self.passed_over}
-        known = [one for one in self.inspect.inspected.values() if id(one.report) in over]
+        known = [one for one in self.inspect.inspections if id(one.report) in over]
         self.not_shared = not_shared(known)
         if self.not_shared is not None and self.chosen is None and not self.unknown:
             self.stopped = NoStepReason.NOT_SHARED
@@ -899,118 +818,3 @@ def search(
     found = RunSearch(roots, opened_roots, inspector, policy)
     found.run()
     return found
-
-
-class CachingInspector:
-    """Inspects candidates, each at most once at each level, and keeps the reports."""
-
-    def __init__(
-        self,
-        opened_roots: Sequence[OpenRoot],
-        requirements: Requirements,
-        level: Level | None,
-        seal_bytes: SealBytes | None = None,
-    ) -> None:
-        self._roots = opened_roots
-        self._seal_bytes = seal_bytes
-        self._requirements = requirements
-        self.level = level
-        self.confirm = True
-        self.content: Asked | None = None
-        self.inspected: dict[Candidate, Inspection] = {}
-        self._times: dict[Candidate, SaveTimes | None] = {}
-        self._steps = [RootSteps(root.listing.trees) for root in opened_roots]
-
-    def __call__(self, candidate: Candidate, at_least: Level) -> Report:
-        """The report on a candidate, at the requested level and at least at `at_least`."""
-        known = self.inspected.get(candidate)
-        if known is None or known.report.level.place < at_least.place:
-            known = self._inspect(candidate, at_least)
-            if known.report.verdict is Verdict.CHANGED:
-                # A save that replaced it may be whole by now: the change is no reason to skip it.
-                known = self._inspect(candidate, at_least, anew=True)
-            # The resumes that other roots record: in its own root a mark excludes a step.
-            beside = [root for i, root in enumerate(self._roots) if i != candidate.root_index]
-            left = left_behind(known, [resume for root in beside for resume in root.resumes])
-            if left is not None and not self._has_copy(left.root, known.report):
-                known = ruled_out(known, left)
-            self.inspected[candidate] = known
-        return known.report
-
-    def _inspect(self, candidate: Candidate, at_least: Level, *, anew: bool = False) -> Inspection:
-        root, named = self._roots[candidate.root_index], candidate.named
-        steps = self._steps[candidate.root_index]
-        beside = neighbours_of(lambda: root.listing.steps, named.number, steps)
-        opened = steps.opened.get(named.name)
-        if opened is None or anew:
-            files = None if anew else steps.files(named.name)
-            opened = OpenStep(root.store, named, files)
-        inspected = inspect_step(
-            opened,
-            self._requirements,
-            level=self._level(at_least),
-            content=self.content,
-            neighbours=beside,
-            confirm=self.confirm,
-            seal_bytes=self._seal_bytes or (SealBytes.COMPARED if self.level is None else None),
-        )
-        if inspected.report.verdict in (Verdict.CHANGED, Verdict.UNKNOWN):
-            steps.forget(named.name)
-        else:
-            steps.add(opened)
-        return inspected
-
-    def claim_branch(self, candidate: Candidate, candidates: Sequence[Candidate]) -> WriteOrder:
-        """Claim of an inspected step that it is on the branch of the run; see `branch_of`."""
-        known, root = self.inspected[candidate], self._roots[candidate.root_index]
-        order = branch_of(candidate, candidates, root, self.inspected, self)
-        self.inspected[candidate] = replace(known, report=known.report.with_claim(order.claim))
-        return order
-
-    def times_of(self, candidates: Sequence[Candidate]) -> list[SaveTimes | None]:
-        """When steps were written; None where that is unknown. Cost: a listing of each at most."""
-        unlisted = [one for one in candidates if one not in self._times]
-        self._times.update(in_flight(self._listed_times, unlisted))
-        return [self._times[one] for one in candidates]
-
-    def _listed_times(self, candidate: Candidate) -> SaveTimes | None:
-        root, name = self._roots[candidate.root_index], candidate.named.name
-        files = self._steps[candidate.root_index].files(name)
-        try:
-            return times_of(OpenStep(root.store, candidate.named, files).step)
-        except StorageError:
-            return None
-
-    def _level(self, at_least: Level) -> Level | None:
-        if at_least is Level.LISTING:
-            return self.level
-        return max(self.level or at_least, at_least, key=lambda level: level.place)
-
-    def _has_copy(self, url: str, report: Report) -> bool:
-        """Whether the root at `url` contains the same save, and no mark there excludes it."""
-        for root in self._roots:
-            for named in root.listing.steps if root.store.url == url else ():
-                if named.number == report.number:
-                    # Asks which save a step is, and not for its bytes.
-                    other = inspect_step(
-                        OpenStep(root.store, named),
-                        self._requirements,
-                        level=Level.LISTING,
-                        seal_bytes=SealBytes.LATER,
-                    ).report
-                    if report.is_same_save(other) and not other.is_excluded:
-                        return True
-        return False
-
-    def level_reason(self, candidate: Candidate) -> str | None:
-        """Why an inspection was not deeper; None if a level was requested."""
-        return why_not_deeper(self.inspected[candidate]) if self.level is None else None
-
-
-def candidates_of(opened_roots: Sequence[OpenRoot]) -> list[Candidate]:
-    """The steps of all roots, each with the place of its root."""
-    return [
-        Candidate(place, named, root.optional)
-        for place, root in enumerate(opened_roots)
-        for named in root.listing.steps
-    ]

@@ -22,16 +22,15 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import ExitCode, Level, Message, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.branches import WriteOrder
+from ckptctl.selection.candidates import Candidate, candidates_of
 from ckptctl.selection.choosing import (
     KINDS_THAT_COUNT,
     Answer,
-    Candidate,
     NoStep,
     NoStepReason,
     PassedOver,
     RunSearch,
     Search,
-    candidates_of,
     demanded,
     search,
 )

@@ -29,7 +29,8 @@ from ckptctl.options import (
     known_level,
     options_from,
 )
-from ckptctl.selection.choosing import CachingInspector, Candidate, refusal
+from ckptctl.selection.candidates import CachingInspector, Candidate
+from ckptctl.selection.choosing import refusal
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.fencing import holder
 from ckptctl.selection.history import resumed_from

@@ -72,15 +72,12 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import FileInfo, Level, StepUrl
 from ckptctl.options import PickPolicy, Requirements
 from ckptctl.selection.branches import BranchState, branch_of, written_after_all
+from ckptctl.selection.candidates import CachingInspector, Candidate, candidates_of, in_order
 from ckptctl.selection.choosing import (
     MAX_PREDECESSORS,
-    CachingInspector,
-    Candidate,
     PassedOver,
     Search,
     by_number,
-    candidates_of,
-    in_order,
     refusal,
     why_not,
 )
@@ -643,8 +640,8 @@ class RetentionPlan:
             return self._rules.protected[number]
         if number in self._pointed:
             return f"{self._pointed[number]} names it"
-        if candidate == self._newest_confirmed:
-            return "the newest confirmed step"
+        if candidate in self._confirmed:
+            return self._confirmed[candidate]
         being_removed = any(one.where == REMOVING for one in report.findings)
         if not inspected.step.parts and not (_is_left_over(inspected) or being_removed):
             return _NOT_RECOGNISED.reason
@@ -662,13 +659,23 @@ class RetentionPlan:
         return f"{report.verdict.value}: left to a person"
 
     @cached_property
-    def _newest_confirmed(self) -> Candidate | None:
-        """The step that `pick --prefer confirmed` takes; None without one."""
+    def _confirmed(self) -> Mapping[Candidate, str]:
+        """Why `pick --prefer confirmed` takes a step, or may take it, in words.
+
+        Inspected as deep as by `pick`: the listing alone may show a damaged one as sound.
+        """
+        kept: dict[Candidate, str] = {}
         for candidate in self._order:
-            report = self._inspections[candidate.named.name].report
-            if report.has_finding("step.confirmed") and refusal(report, self._rules.policy) is None:
-                return candidate
-        return None
+            listed = self._inspections[candidate.named.name].report
+            if not listed.has_finding("step.confirmed") or refusal(listed, self._rules.policy):
+                continue
+            report = self._inspector(candidate, Level.LISTING)
+            if refusal(report, self._rules.policy) is None:
+                kept[candidate] = "the newest confirmed step"
+                break
+            if report.verdict is Verdict.UNKNOWN:
+                kept[candidate] = "confirmed, and could not be inspected"
+        return kept
 
     def _written_later(self, inspected: Inspection) -> str | None:
         """Why a step is kept that was written after all that count; None if it was not.

@@ -1,7 +1,7 @@
 """List the steps and the pointer files of a checkpoint root.
 
 One listing of one level. The steps are ordered by number, newest first; inspection reads
-their content.
+their content. The findings about a root as a whole are here too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 
 from ckptctl.errors import OptionError, PathNotFound, StorageError, StorageUnavailable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, Severity
 from ckptctl.formats.frameworks import ray_train
 from ckptctl.formats.frameworks.layouts import (
     MAX_POINTER_BYTES,
@@ -36,10 +36,12 @@ from ckptctl.formats.frameworks.layouts import (
     pointed_step,
     run_of,
     scattered_steps,
+    shard_rank,
     step_name,
     unfinished_beside,
 )
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import Neighbours, OpenStep, RootSteps, list_scattered
 from ckptctl.inspection.sidecars import counts_inside, steps_inside
 from ckptctl.inspection.stages import count_of
@@ -629,6 +631,57 @@ def _counts_more(
     if own or trained_steps is None or not steps or steps[-1] <= trained_steps:
         return None
     return _of_steps(steps[-1], trained_steps)
+
+
+_MIN_STEPS = 2
+"""So many steps that lack the same ranks are a pattern."""
+
+_LACKING = frozenset({"shard.missing", "file.missing", "metadata.missing"})
+
+
+def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
+    """The finding that storage is not shared, from steps that cannot be used, newest first.
+
+    Where the root is on a disk of each node, or a mount is missing on one, each node sees the files
+    of its own ranks. Every step then looks like an interrupted save or a damaged one, and all of
+    them lack the same ranks; on a node without rank 0 they have no metadata either. None unless
+    `_MIN_STEPS` lack the files of the same ranks, and none lacks those of others.
+    """
+    seen = []
+    for inspection in inspections:
+        faults = inspection.report.with_severity(Severity.FAULT)
+        lacking, present = _ranks_of(inspection)
+        if lacking and any(fault.code in _LACKING for fault in faults):
+            seen.append((inspection.report.number, lacking, present))
+    kinds = {(lacking, present) for _, lacking, present in seen}
+    if len(seen) < _MIN_STEPS or len(kinds) != 1:
+        return None
+    ((lacking, present),) = kinds
+    numbers = [number for number, _, _ in seen if number is not None]
+    return Finding(
+        "root.not-shared",
+        "",
+        f"{counted(len(numbers), 'step')} ({some_of(numbers)}) lack the files of the same "
+        f"{verb(len(lacking), 'rank', 'ranks')} ({some_of(sorted(lacking))}), and have those of "
+        f"{some_of(sorted(present))}: the root may not be shared, and the other files lie on other "
+        "nodes",
+        expected="the files of all ranks on each node",
+        found=f"those of {counted(len(present), 'rank')}",
+        next_command="ckptctl explain root.not-shared",
+    )
+
+
+def _ranks_of(inspection: Inspection) -> tuple[frozenset[int], frozenset[int]]:
+    """The ranks of which files are missing, and those of which files are there."""
+    present = {rank for _, ranks in inspection.report.ranks for rank in ranks}
+    named: set[int] = set()
+    for part in inspection.parts:
+        names = part.ranges.file_names if part.metadata else ()
+        named.update(rank for name in names if (rank := shard_rank(name)) is not None)
+        named.update(range(max((one.n_ranks or 0 for one in part.part.grids), default=0)))
+    # Without metadata nothing states the number of ranks, but the first is always 0.
+    named.update(range(min(present, default=0)))
+    return frozenset(named - present), frozenset(present)
 
 
 def is_checkpoint(store: Store, folder: str, pattern: re.Pattern[str] | None = None) -> bool:

@@ -249,7 +249,7 @@ def bound(
     """
     run = run_for_seal(root or opened.store)
     signing_key = requirements.signing_key
-    signers = () if signing_key is None else (public_key_of(signing_key).line,)
+    signers = None if signing_key is None else (public_key_of(signing_key).line,)
     same = replace(requirements, require_signature=signers)
     own, _ = opened.seal
     known = own if own is not None and own.run == run and is_trusted(own, same) else None

@@ -48,7 +48,7 @@ from ckptctl.options import (
     known_level,
     options_from,
 )
-from ckptctl.selection.choosing import CachingInspector, Candidate, candidates_of, in_order
+from ckptctl.selection.candidates import CachingInspector, Candidate, candidates_of, in_order
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import RootListing, list_root, neighbours_of
 from ckptctl.selection.targets import (

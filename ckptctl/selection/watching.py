@@ -32,7 +32,8 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import ExitCode, Level, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, Pace
-from ckptctl.selection.choosing import CachingInspector, Candidate, candidates_of, refusal, why_not
+from ckptctl.selection.candidates import CachingInspector, Candidate, candidates_of
+from ckptctl.selection.choosing import refusal, why_not
 from ckptctl.selection.retention import files_digest
 from ckptctl.selection.roots import RootListing, list_all
 from ckptctl.selection.sealing import seal_found

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from ckptctl.options import (
     options_from,
 )
 from ckptctl.selection.branches import read_resumes
-from ckptctl.selection.choosing import CachingInspector, Candidate
+from ckptctl.selection.candidates import CachingInspector, Candidate
 from ckptctl.selection.fencing import check_token
 from ckptctl.selection.retention import NotCounted, RetentionPlan, Rules, remove_step
 from ckptctl.selection.roots import list_all, list_root
@@ -54,7 +54,13 @@ from ckptctl.train.resolving import Selection
 from ckptctl.train.restoring import Job, Start, Tell
 from ckptctl.train.resuming import Resume
 from ckptctl.train.samples import check_order
-from ckptctl.train.saving import Stager, StateToSave, StepSave, check_step_format
+from ckptctl.train.saving import (
+    Stager,
+    StateToSave,
+    StepSave,
+    check_seals,
+    check_step_format,
+)
 from ckptctl.train.state import (
     Parts,
     RankPosition,
@@ -208,6 +214,7 @@ class Checkpointer:
                 self._replay = Resume(self._job, resume_from).replay(replay)
                 heartbeat("first-step", step=self._replay.step)
                 return self._replay
+            check_seals(self._job.options, self._job.selection.requirements)
             attempt, start, (data, why) = Resume(self._job, resume_from).run()
         except CkptctlError as error:
             if self._job.group.is_first and error.next_command:
@@ -345,7 +352,9 @@ class Checkpointer:
         parts = self._job.parts
         group, per_rank = self._job.group, tuple(self._job.options.per_rank)
 
-        def collected() -> tuple[tuple[str, Outline], tuple[StateToSave, HeldOnce]]:
+        def collected() -> tuple[
+            tuple[str, tuple[float | None, bool], Outline], tuple[StateToSave, HeldOnce]
+        ]:
             if step <= saved:
                 raise UsageError(f"step {step} cannot be saved: the run is already at step {saved}")
             state = collect(parts, self._job.position, progress)
@@ -353,20 +362,24 @@ class Checkpointer:
             check_readable(state)
             copied = copied_buffers(parts.model, state)
             held = HeldOnce(state, copied, per_rank, group)
-            return (why_lost(parts.model, loss), held.outline), (
+            training = loss, attempt.is_sound
+            return (why_lost(parts.model, loss), training, held.outline), (
                 StateToSave(state, buffers=copied),
                 held,
             )
 
         ranks, (taken, held) = group.from_all_keeping(collected)
-        held.agree([outline for _, outline in ranks], group)
-        lost = next((why for why, _ in ranks if why), "")
+        held.agree([outline for _, _, outline in ranks], group)
+        lost = next((why for why, _, _ in ranks if why), "")
+        losses = [loss for _, (loss, _), _ in ranks if loss is not None]
+        well = all(map(math.isfinite, losses)) and all(sound for _, (_, sound), _ in ranks)
+        went_well = None if well and not losses else well
         data = None
         if self._data_ledger is not None:
             at = self._job.position
             data = self._data_ledger.collect(step, group, at.dp_rank, at.dp_size)
         state = taken.state if staged is None else group.on_all(lambda: staged(taken.state))
-        return replace(taken, state=state, lost=lost, data=data)
+        return replace(taken, state=state, lost=lost, went_well=went_well, data=data)
 
     def _run_later(self, one: StepSave, *about: Any) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
@@ -408,28 +421,32 @@ class Checkpointer:
             )
         )
         attempt.ledger.drain(RECORD_TIMEOUT_S)
-        if not taken.lost:
-            self._confirm(attempt, one.number)
+        self._confirm(attempt, one.number, went_well=taken.went_well)
         if self._keep is not None:
             self._retain(attempt, one.number, self._keep)
 
-    def _confirm(self, attempt: RankAttempt, step: int) -> None:
+    def _confirm(self, attempt: RankAttempt, step: int, *, went_well: bool | None) -> None:
         """Confirm the resumed step once training has gone well for long enough; on rank 0 only.
 
-        Asked once. The save has succeeded, so a mark that cannot be written is not an error.
+        Asked once. The save has succeeded, so a mark that cannot be written is reported, not
+        raised.
         """
         after, resumed = self._job.options.confirm_after, attempt.resumed
-        if self._confirmed or not after or resumed is None or not attempt.is_sound:
+        if self._confirmed or not after or resumed is None or went_well is False:
             return
         n_steps = step - (resumed.number or 0)
         if n_steps < after:
             return
         self._confirmed = True
         reason = (
-            f"{n_steps:,} steps after a resume from it, step {step} was saved with sound weights"
+            f"{n_steps:,} steps after a resume from it, step {step} was saved; all losses finite"
         )
-        with suppress(CkptctlError):
+        try:
+            if went_well is None:
+                raise UsageError("no loss was given to note or save")
             confirm(self._job, attempt.token, resumed, reason)
+        except CkptctlError as error:
+            self._job.tell(f"note: step {resumed.number} is not confirmed: {error.message}")
 
     def _retain(self, attempt: RankAttempt, step: int, keep: int) -> None:
         """Remove the steps that are older than those to keep, in a thread.

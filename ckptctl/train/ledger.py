@@ -310,6 +310,7 @@ class RankAttempt:
     _stalled_s: float = 0.0
     _stalled_since_s: float | None = None
     _has_failed: bool = False
+    _has_lost_loss: bool = False
     _error: str | None = None
     _over: bool = False
     _hooks: tuple[Hook, Hook] | None = None
@@ -321,8 +322,8 @@ class RankAttempt:
 
     @property
     def is_sound(self) -> bool:
-        """Whether neither a failure nor a loss that is not finite was noted."""
-        return not self._has_failed
+        """Whether neither a failure nor a loss that is not finite was noted on this rank."""
+        return not (self._has_failed or self._has_lost_loss)
 
     @property
     def origin(self) -> Origin:
@@ -357,9 +358,11 @@ class RankAttempt:
         """Set the current step; rank 0 records it from time to time."""
         self.step = step
         self.loss = self.loss if loss is None else loss
+        is_lost = loss is not None and not math.isfinite(loss)
+        self._has_lost_loss |= is_lost
         if self.ledger.rank != 0:
             return
-        if loss is not None and not math.isfinite(loss):
+        if is_lost:
             self.failed(NOT_FINITE)
         elif time.monotonic() - self._noted_s > PROGRESS_EVERY_S:
             self._noted_s = time.monotonic()

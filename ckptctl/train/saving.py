@@ -51,6 +51,7 @@ from ckptctl.selection.history import check_sentinel
 from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import bound, digested, digests_for, identity_of, is_sealed
+from ckptctl.signatures import public_key, public_key_of
 from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import Held, move_aside
@@ -66,12 +67,14 @@ _NO_GRACE_S = 0.0
 class StateToSave:
     """What a rank saves: its state, why the weights are lost, and the names of buffers.
 
-    `lost` is empty where they are not. Buffers are saved from the lowest rank that has them.
+    `lost` is empty where they are not. `went_well`: no rank noted a failure or a loss that is not
+    finite; None where no rank has a loss. Buffers are saved from the lowest rank that has them.
     `data` is the data ledger, on rank 0; None without one.
     """
 
     state: dict[str, Any]
     lost: str = ""
+    went_well: bool | None = None
     buffers: Collection[str] = ()
     data: DataFields | None = None
 
@@ -87,6 +90,25 @@ def check_step_format(step_format: str) -> None:
         raise UsageError(
             f"{step_format!r} makes names such as {name!r}, which are not recognized as steps; "
             "the usual format is 'step_{}'"
+        )
+
+
+def check_seals(options: TrainOptions, requirements: Requirements) -> None:
+    """Raise `UsageError` where the job would not resume from its own steps: nobody signs them.
+
+    Each restart would go back to the step that somebody else signed. Without seals of the job
+    another program may sign its steps.
+    """
+    signers, private = requirements.require_signature, requirements.signing_key
+    if not (signers and options.seal):
+        return
+    if private is None or public_key_of(private).fingerprint not in {
+        public_key(signer).fingerprint for signer in signers
+    }:
+        what = "no signing_key" if private is None else "a signing_key of another signer"
+        raise UsageError(
+            f"require_signature with {what}: this job would not resume from the steps that it "
+            "saves; give the signing_key, or seal=False where `ckptctl watch --sign` signs them"
         )
 
 

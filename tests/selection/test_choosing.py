@@ -9,14 +9,8 @@ from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.inspection.train_state import NO_STATE
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.options import PickPolicy
-from ckptctl.selection.choosing import (
-    Candidate,
-    NoStepReason,
-    Search,
-    absent_kinds,
-    demanded,
-    in_order,
-)
+from ckptctl.selection.candidates import Candidate, in_order
+from ckptctl.selection.choosing import NoStepReason, Search, absent_kinds, demanded
 
 ALL = STATE_KINDS
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from command_line import run_ckptctl
 from damage import flip
+from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import UsageError
-from ckptctl.selection import choosing
+from ckptctl.errors import AccessDenied
+from ckptctl.selection import candidates, choosing, targets
 
 pytestmark = pytest.mark.torch
 
@@ -139,3 +141,78 @@ def test_the_command_line_confirms_and_prefers(root):
     assert wrong.returncode == 2
     assert "newest" in wrong.stderr
     assert run_ckptctl("confirm", f"{root}@300", "--off").returncode == 0
+
+
+@pytest.mark.parametrize("options", [{"level": "content"}, {"require_seal": True}])
+def test_the_bytes_of_steps_that_nothing_confirms_are_not_read(root, monkeypatch, options):
+    for number in (100, 200, 300, 400, 500):
+        ckptctl.seal(f"{root}@{number}")
+    confirm(root, 200)
+    levels: list[tuple[str, str]] = []
+    real = candidates.inspect_step
+
+    def seen(opened, *args, **options):
+        inspected = real(opened, *args, **options)
+        levels.append((opened.name, inspected.report.level.value))
+        return inspected
+
+    monkeypatch.setattr(candidates, "inspect_step", seen)
+    assert preferred(root, **options).step == 200
+    assert [name for name, level in levels if level == "content"] == ["step_200"]
+
+
+def test_a_confirmed_step_whose_damage_the_listing_does_not_show_is_not_chosen(root):
+    confirm(root, 400)
+    confirm(root, 200)
+    flip(root / "step_400" / "__1_0.distcp", 0)
+    chosen = preferred(root)
+    assert chosen.step == 200
+    assert [(one.step, one.word.value) for one in chosen.passed_over] == [
+        (500, "unconfirmed"),
+        (400, "damaged"),
+        (300, "unconfirmed"),
+    ]
+
+
+def test_retention_keeps_the_confirmed_step_that_is_sound_and_not_a_newer_damaged_one(root):
+    for number in (100, 200, 500):
+        ckptctl.seal(f"{root}@{number}")
+    confirm(root, 100)
+    confirm(root, 200)
+    flip(root / "step_200" / "__1_0.distcp", 0)
+    assert preferred(root).step == 100
+    plan = ckptctl.prune(str(root), 1, unsealed=True)
+    reasons = {one.number: one.reason for one in plan.decisions}
+    assert reasons[100] == "the newest confirmed step"
+    assert not any(one.removed for one in plan.decisions if one.number == 100)
+
+
+def test_retention_keeps_a_newer_confirmed_step_that_cannot_be_inspected_in_full(root, monkeypatch):
+    real = targets.open_store
+
+    def opened(*args, **options) -> FaultyStore:
+        store = FaultyStore(real(*args, **options))
+        for method in ("span", "open_file"):
+            store.fail(method, AccessDenied("not allowed"), path="step_200/__1_0.distcp")
+        return store
+
+    for number in (100, 200, 500):
+        ckptctl.seal(f"{root}@{number}")
+    confirm(root, 100)
+    confirm(root, 200)
+    monkeypatch.setattr(targets, "open_store", opened)
+    plan = ckptctl.prune(str(root), 1, unsealed=True)
+    reasons = {one.number: one.reason for one in plan.decisions}
+    assert reasons[100] == "the newest confirmed step"
+    assert reasons[200] == "confirmed, and could not be inspected"
+
+
+def test_a_confirmation_that_a_damaged_mark_lifted_does_not_count(root):
+    confirm(root, 300)
+    ckptctl.mark(f"{root}@300", "unconfirmed")
+    (lift,) = (root / "step_300" / ".ckptctl" / "marks").glob("*-unconfirmed-*")
+    lift.write_bytes(lift.read_bytes()[:50])
+    chosen = preferred(root)
+    assert chosen.step == 500
+    report = ckptctl.verify(f"{root}@300")
+    assert {one.code for one in report.findings} == {"mark.damaged"}

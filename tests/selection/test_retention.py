@@ -529,18 +529,18 @@ def test_how_many_steps_have_been_looked_at_is_told(put, root):
 
 
 def test_only_the_steps_that_decide_are_looked_at_deeply(templates, root, monkeypatch):
-    from ckptctl.selection import choosing
+    from ckptctl.selection import candidates
 
     for number in range(100, 900, 100):
         put_step(templates, root, number)
     deep: list[str] = []
-    real = choosing.inspect_step
+    real = candidates.inspect_step
 
     def seen(opened: OpenStep, *args: object, **options: object) -> object:
         deep.append(opened.name)
         return real(opened, *args, **options)
 
-    monkeypatch.setattr(choosing, "inspect_step", seen)
+    monkeypatch.setattr(candidates, "inspect_step", seen)
     ckptctl.prune(str(root), 2)
     assert set(deep) <= {"step_800", "step_700", "step_600"}  # the last is compared with 700
 

@@ -399,6 +399,14 @@ def test_a_level_that_compares_no_bytes_does_not_answer_for_a_signature(signed, 
 # Keys
 
 
+def certificate(keys: dict[str, Path]) -> bytes:
+    """A certificate of OpenSSH, expired, by a key that nobody trusts."""
+    key, path = keys["ed25519"], keys["another"].parent
+    argv = ["ssh-keygen", "-q", "-s", keys["another"], "-I", "id", "-V", "20200101:20200102"]
+    subprocess.run([*argv, f"{key}.pub"], check=True, capture_output=True)
+    return (path / "ed25519-cert.pub").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
@@ -408,6 +416,7 @@ def test_a_level_that_compares_no_bytes_does_not_answer_for_a_signature(signed, 
         (lambda keys: public(keys["ed25519"]) + public(keys["p256-pem"]), "is not one public key"),
         (lambda _: b"-----BEGIN PUBLIC KEY-----\n\0", "is not one public key"),
         (lambda _: b"ssh-ed25519 AAAA", "is not one public key"),
+        (certificate, "is not one public key"),
         (lambda _: b"", "is not one public key"),
     ],
 )
@@ -526,3 +535,16 @@ def test_a_mark_of_acceptance_does_not_stand_for_a_signature(root, asked):
     ckptctl.seal(f"{root}@500")
     ckptctl.mark(f"{root}@500", "accepted", reason="it is good")
     refused(root, asked, "seal.unsigned")
+
+
+@pytest.mark.parametrize("way", ["keyword", "settings"])
+def test_no_public_key_at_all_does_not_lift_the_requirement(root, way):
+    """As a pattern of files gives that matches none."""
+    if way == "keyword":
+        with pytest.raises(UsageError, match="has no public key"):
+            ckptctl.pick(str(root), require_signature=[])
+        return
+    (root / "ckptctl.toml").write_text("require_signature = []\n")
+    done = run_ckptctl("pick", ".", cwd=root)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "require_signature is an empty list" in done.stderr

@@ -538,11 +538,13 @@ def test_a_resumed_step_is_confirmed_once_training_has_gone_on_for_long_enough(h
     ((step, why),) = confirmed(half)
     assert step == 9
     assert f"attempt {job.start.report['attempt']}" in why
-    assert "3 steps after a resume from it, step 12 was saved with sound weights" in why
+    assert "3 steps after a resume from it, step 12 was saved; all losses finite" in why
     assert len(list((half / "step_9" / ".ckptctl" / "marks").iterdir())) == 1
 
 
-@pytest.mark.parametrize("how", ["0 confirms none", "a loss", "removed", "saved again"])
+@pytest.mark.parametrize(
+    "how", ["0 confirms none", "a loss", "a loss of the save", "no loss", "removed", "saved again"]
+)
 def test_a_resumed_step_is_not_confirmed_after_a_failure_or_where_it_is_gone(half, how):
     job = Job(half, confirm_after=0 if how == "0 confirms none" else 3)
     job.resume()
@@ -552,11 +554,34 @@ def test_a_resumed_step_is_not_confirmed_after_a_failure_or_where_it_is_gone(hal
         shutil.rmtree(half / "step_6")
     if how == "saved again":
         (half / "step_6" / ".metadata").write_bytes((half / "step_3" / ".metadata").read_bytes())
-    job.train(7, 9)
+    if how in ("a loss of the save", "no loss"):
+        job.ckpt.save(9, loss=math.nan if how == "a loss of the save" else None)
+    else:
+        job.train(7, 9)
     job.die()
     assert (half / "step_9").exists()
     assert confirmed(half) == []
     assert (half / "step_6").exists() == (how != "removed")
+    why = "note: step 6 is not confirmed: no loss was given to note or save"
+    assert (why in job.said) == (how == "no loss")
+
+
+def test_a_confirmation_that_cannot_be_written_is_reported_and_the_save_succeeds(half):
+    job = Job(half, confirm_after=3)
+    job.resume()
+    (half / "step_6" / ".ckptctl" / "marks").write_text("no folder")
+    job.train(7, 9)
+    job.die()
+    assert ckptctl.verify(str(half / "step_9"), require_seal=True).usable
+    (told,) = [line for line in job.said if "is not confirmed" in line]
+    assert "step 6 is not confirmed" in told
+    assert "marks" in told
+
+
+@pytest.mark.parametrize("after", [-1, 1.5, math.nan, "100", None, True])
+def test_confirm_after_is_a_number_of_steps(tmp_path, after):
+    with pytest.raises(UsageError, match="confirm_after is"):
+        Job(tmp_path / "run", confirm_after=after)
 
 
 def test_of_two_jobs_on_one_root_the_later_one_writes(half):

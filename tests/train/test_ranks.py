@@ -180,3 +180,22 @@ def test_an_orphan_of_several_ranks_ends_alike_on_all_of_them(folder, tmp_path):
         assert said.startswith("Fenced: ")
         assert "attempt another took the root over" in said
     assert not (folder / "run" / "step_9" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("lost_on", [None, 1])
+def test_a_loss_that_one_rank_alone_lost_leaves_the_resumed_step_unconfirmed(
+    folder, tmp_path, lost_on
+):
+    hook = tmp_path / "hook.py"
+    hook.write_text(
+        "noted = Checkpointer.note\n"
+        "def note(self, step, *, loss=None):\n"
+        f"    lost = rank == {lost_on} and step == 7\n"
+        "    noted(self, step, loss=float('nan') if lost else loss)\n"
+        "Checkpointer.note = note\n"
+    )
+    options = json.dumps({"confirm_after": 3})
+    done = run_job(folder, "--ranks", 2, "--steps", 9, "--options", options, "--hook", hook)
+    assert codes_of(done) == [0], done.stderr
+    codes = {one.code for one in ckptctl.verify(f"{folder / 'run'}@6").findings}
+    assert ("step.confirmed" in codes) == (lost_on is None)

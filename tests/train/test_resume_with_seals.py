@@ -14,7 +14,7 @@ from damage import flip  # noqa: E402
 from one_process import Job, run  # noqa: E402
 
 import ckptctl  # noqa: E402
-from ckptctl.errors import NothingToResume  # noqa: E402
+from ckptctl.errors import NothingToResume, UsageError  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -79,3 +79,28 @@ def test_a_job_signs_its_saves_and_takes_only_those_that_its_signer_made(tmp_pat
     assert resumed(root, **signed) == 9
     ckptctl.seal(f"{root}@9", replace=True)  # by somebody without the private key
     assert resumed(root, **signed) == 6
+
+
+@pytest.mark.parametrize("given", ["no signing_key", "a signing_key of another signer"])
+def test_a_job_whose_own_steps_would_not_have_the_required_signature_does_not_start(
+    tmp_path, given
+):
+    """Else each restart would go back to the last step that somebody signed."""
+    for name in ("signer", "another"):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name]
+        subprocess.run(make, check=True)
+    signing_key, another = ((tmp_path / name).read_bytes() for name in ("signer", "another"))
+    signed = {"require_signature": [(tmp_path / "signer.pub").read_bytes()]}
+    root = tmp_path / "run"
+    run(root, 3, signing_key=signing_key, **signed)
+    own = another if given.startswith("a ") else None
+    with pytest.raises(UsageError, match=f"require_signature with {given}") as refused:
+        Job(root, signing_key=own, **signed).resume()
+    assert "seal=False" in str(refused.value)
+    for allowed in ({"seal": False}, {"signing_key": signing_key}):
+        job = Job(root, **signed, **allowed)
+        assert job.resume().step == 3
+        job.die()
+    replay = Job(root, **signed)
+    assert replay.ckpt.resume(replay=1, resume_from=3).step == 3
+    replay.die()
