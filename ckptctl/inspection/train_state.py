@@ -225,8 +225,7 @@ def _each_key_once(
 def likeliest_step(counts: Iterable[int], number: int | None) -> int | None:
     """The count that agrees with the step's name; without one, the furthest.
 
-    Trainers count within an epoch or a phase too, and LitGPT counts micro-batches.
-    Source: LitGPT 0.5 `pretrain.py` (`iter_num`, `step_count`; the folder is named by the latter).
+    Trainers count within an epoch or a phase too.
     """
     values = sorted({*counts}, reverse=True)
     if number is not None:
@@ -251,13 +250,21 @@ def _state_part(kind: str, held: Sequence[_Held]) -> StatePart:
 def _held_in(
     leaves: Sequence[Leaf], kinds: Sequence[StateKind], places: Sequence[_Held]
 ) -> Iterator[_Held]:
-    """The places that hold state; not those of an optimizer without state."""
+    """The places that hold state; not those of an optimizer without state.
+
+    Of LitGPT's two counts `step_count` is that of steps.
+    Source: LitGPT 0.5 `pretrain.py` (`iter_num` counts micro-batches).
+    """
+    names = {leaf.path[-1:] for leaf in leaves}
+    is_of_litgpt = names >= {("step_count",), ("iter_num",)}
     optimizers = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if _is_optimizer(kind)]
     is_hollow = optimizer_is_hollow(optimizers)
     for leaf, kind, place in zip(leaves, kinds, places, strict=True):
         if kind.names[0] in STATE_KINDS and not (is_hollow and _is_optimizer(kind)):
             of_adapter = place.of_adapter or is_of_adapter(leaf)
             rank = place.rank or kind.rank
+            if is_of_litgpt and leaf.path[-1:] == ("iter_num",):
+                place = place._replace(value=None)
             yield place._replace(kind=kind.names[0], rank=rank, of_adapter=of_adapter)
 
 

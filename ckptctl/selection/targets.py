@@ -306,21 +306,21 @@ def named_step(
     )
 
 
-def check_no_lone_file(store: Store, name: str, files: Sequence[FileInfo]) -> None:
-    """Raise `UsageError` where `name` under the store is one file that is no step.
+def check_no_lone_file(store: Store, named: StepName | str, files: Sequence[FileInfo]) -> None:
+    """Raise `UsageError` where `named` under the store is one file that is no step.
 
-    A file of `torch.save` without a step number, such as `last.ckpt`, is one. `files` is the
-    listing of `name`. Cost: nothing for a folder; for a file one listing and one small read.
+    A step is one by its suffix, and without a number one of `torch.save`, such as `last.ckpt`.
+    `files` is the listing of `named`. Cost: nothing for a folder; for a file one listing and one
+    small read.
     """
+    name = named if isinstance(named, str) else named.name
     if [file.path for file in files] != [name]:
         return
     # A folder may hold one file of its own name.
     found = next((one for one in store.list_dir("") if one.path == name), None)
-    if (
-        found is not None
-        and found.kind == "file"
-        and not (is_flat_file(found) and is_archive(name))
-    ):
+    if found is None or found.kind != "file":
+        return
+    if not is_flat_file(found) or (isinstance(named, str) and not is_archive(name)):
         raise _lone_file(store, found)
 
 

@@ -332,8 +332,8 @@ def open_target(
             message = f"{found.url} does not exist{hint}"
             scan = command_line("scan", root)
             raise PathNotFound(message, next_command=scan) from error
+        check_no_lone_file(found.store, found.named, files)
         if isinstance(found.named, str):
-            check_no_lone_file(found.store, found.named, files)
             check_is_step(found.url, files)
         try:
             yield found

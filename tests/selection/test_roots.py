@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptctl
 from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
@@ -32,6 +33,20 @@ def test_a_checkpoint_file_that_names_no_step_is_no_fresh_run(tmp_path, name):
     assert caught.value.next_command == f"ckptctl verify {tmp_path / name}"
     with pytest.raises(UsageError, match="gives a step number"):
         ckptctl.scan(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["step-24", "checkpoint-24", "global_step24", "24"])
+def test_a_file_that_is_named_as_the_folder_of_a_step_is_refused_as_a_file(tmp_path, name):
+    file = tmp_path / name
+    torch.save({"model": {"w": torch.ones(4, 4)}, "step": 24}, file)
+    for command in (ckptctl.verify, ckptctl.show, ckptctl.seal):
+        with pytest.raises(UsageError, match=f"{name} is a file, not a step") as caught:
+            command(str(file))
+        assert caught.value.next_command == f"ckptctl convert {file} {file}-dcp"
+    folder = tmp_path / "run" / name  # of one file that has its name
+    folder.mkdir(parents=True)
+    file.rename(folder / name)
+    assert ckptctl.verify(str(folder)).number == 24  # no error
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "release", "save-100-final", "best"])

@@ -225,3 +225,27 @@ def test_weights_of_an_unknown_form_that_a_person_maps_are_the_weights_of_the_st
     assert "format.unlisted" in [one.code for one in unmapped.findings]
     mapped = ckptctl.verify(str(step), state_keys=["model=packed"])
     assert (mapped.verdict.value, mapped.state.held) == ("complete", ("model",))
+
+
+def litgpt(folder: Path, steps: int) -> None:
+    """A save as LitGPT's `pretrain.py` makes it, of two micro-batches a step."""
+    folder.mkdir(parents=True)
+    held = {"model": weights(), "optimizer": adam(), "iter_num": 2 * steps, "step_count": steps}
+    loader = torch.utils.data.DataLoader(torch.arange(64), batch_size=4)
+    torch.save({**held, "train_dataloader": loader}, folder / "lit_model.pth")
+
+
+def test_the_count_of_micro_batches_beside_that_of_steps_is_no_step(tmp_path):
+    for name, steps in (("step-00000010", 10), ("step-00000020", 20), ("final", 20)):
+        litgpt(tmp_path / name, steps)
+    assert ckptctl.verify(str(tmp_path / "final")).state.step.value == 20
+    chosen = ckptctl.pick(str(tmp_path))
+    assert (chosen.step, [finding.code for finding in chosen.findings]) == (20, [])
+
+
+def test_a_loader_that_was_saved_as_an_object_may_hold_no_place_in_the_data(tmp_path):
+    litgpt(tmp_path / "step-00000010", 10)
+    state = ckptctl.verify(str(tmp_path / "step-00000010")).state
+    assert not state.dataloader.found
+    assert [entry.key for entry in state.unrecognized] == ["train_dataloader"]
+    assert state.unknown == ("dataloader",)

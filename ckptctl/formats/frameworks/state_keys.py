@@ -113,6 +113,7 @@ _COPY = StateKind(("model",), may_be=("optimizer",))
 _OPTIMIZER = StateKind(("optimizer",))
 _SCHEDULER = StateKind(("scheduler",))
 _OTHER = StateKind(("other",))
+_LOADER_ITSELF = StateKind(("other",), may_be=("dataloader",))
 
 
 class Leaf(NamedTuple):
@@ -120,7 +121,7 @@ class Leaf(NamedTuple):
 
     `shape` is None for what is no tensor. `content` of the others is `rng` (the state of a
     generator), `count` (an integer, in `value`), `plain` (text, a flag, a fraction, or a list
-    of them), `settings` (a list of numbers) or `unread`.
+    of them), `settings` (a list of numbers), `loader` (torch's `DataLoader` itself) or `unread`.
     """
 
     path: Path
@@ -137,6 +138,14 @@ class Leaf(NamedTuple):
         return bool(self.shape) and ("float" in self.dtype or "complex" in self.dtype)
 
 
+_LOADER = "torch.utils.data.dataloader.DataLoader"
+"""Its pickle holds the data set and settings; the place only if the sampler keeps one.
+
+Source: torch 2.14 `torch/utils/data/dataloader.py`; Lightning Fabric 2.6 saves what has no
+`state_dict` as it is, and LitGPT 0.5 its loader among it.
+"""
+
+
 def leaves_of(value: object, path: Path = ()) -> Iterator[Leaf]:
     """The entries of a decoded file, each with the keys that lead to it; no empty containers.
 
@@ -147,6 +156,9 @@ def leaves_of(value: object, path: Path = ()) -> Iterator[Leaf]:
         return
     if isinstance(value, TensorStub):
         yield Leaf(path, value.dtype, value.shape)
+        return
+    if isinstance(value, Opaque) and value.name == _LOADER:
+        yield Leaf(path, content="loader")
         return
     held = value.state if isinstance(value, Opaque) and value.state else value
     if isinstance(held, Mapping):
@@ -285,6 +297,8 @@ class _Content:
 
     def kind(self, leaf: Leaf, path: Words) -> StateKind:
         """The kind of one of the entries."""
+        if leaf.content == "loader":
+            return _LOADER_ITSELF
         below = self._kind_below(path)
         if below is not None:
             return StateKind((below,), _rank_in(path) if below == "dataloader" else None)
