@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -28,8 +29,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -49,16 +52,24 @@ from torch.distributed.run import (
 )
 
 import ckptctl
-from ckptctl.errors import UsageError
+from ckptctl.errors import Unknown, UsageError, guarded
 from ckptctl.starting import python_command
+from ckptctl.storage.waiting import start_daemon
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
-_JOIN_S = 600
-"""How long a rendezvous waits for its nodes. Source: torch's `join_timeout`."""
+_TIMES = {
+    "join_timeout": 600,
+    "last_call_timeout": 30,
+    "close_timeout": 30,
+    "read_timeout": 60,
+    "keep_alive_interval": 5,
+    "keep_alive_max_attempt": 3,
+}
+"""The times of a rendezvous, in seconds, and how many keep-alives may be missing."""
 _SHUTDOWN_S = "30"
 """How long torchrun lets its ranks end after a signal. Source: `LaunchConfig.shutdown_timeout`."""
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -76,29 +87,27 @@ class Launch:
 
     arguments: tuple[str, ...]
     script: str
-    endpoint: str
-    run_id: str
-    min_nodes: int
-    max_nodes: int
     n_ranks: int
     """The ranks of this node."""
-    local_addr: str | None
-    settings: dict[str, str]
-    """Those of the rendezvous: `--rdzv-conf`."""
+    rendezvous: RendezvousParameters
     shutdown_s: float
     """How long the ranks may take to end after a signal."""
+
+    def time_s(self, name: str) -> int:
+        """One of the times of the rendezvous, in seconds."""
+        return int(self.rendezvous.get(name, _TIMES[name]))
 
     def free_address(self) -> str:
         """Host and port of this node, for the store of one attempt; the port is not reserved."""
         port = get_free_port()  # type: ignore[no-untyped-call]
-        return f"{self.local_addr or socket.getfqdn()}:{port}"
+        return f"{self.rendezvous.local_addr or socket.getfqdn()}:{port}"
 
     def command(self, address: str, rank: int, size: int) -> list[str]:
         """The torchrun of node `rank` of `size` in one attempt, with its store at an address."""
         package = os.path.dirname(next(iter(ckptctl.__path__)))
         return [
             *python_command("-c", _PROGRAM.format(path=package)),
-            *(address, str(rank), str(size), *self.arguments),
+            *(str(os.getpid()), address, str(rank), str(size), *self.arguments),
         ]
 
 
@@ -117,54 +126,57 @@ def read_launch(arguments: Sequence[str]) -> Launch:
         refuse("--max-restarts is that of ckptctl run, before the --")
     try:
         min_nodes, max_nodes = parse_min_max_nnodes(parsed.nnodes)
+        settings: dict[str, Any] = _parse_rendezvous_config(parsed.rdzv_conf)
         n_ranks = determine_local_world_size(parsed.nproc_per_node)
-        settings = _parse_rendezvous_config(parsed.rdzv_conf)
         _, port = parse_rendezvous_endpoint(parsed.rdzv_endpoint, DEFAULT_PORT)
+        rendezvous = RendezvousParameters(
+            "c10d",
+            parsed.rdzv_endpoint,
+            parsed.rdzv_id,
+            min_nodes,
+            max_nodes,
+            parsed.local_addr,
+            **settings,
+        )
+        rendezvous.get_as_bool("is_host")
         given_s = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
         shutdown_s = float(given_s if parsed.shutdown_timeout is None else parsed.shutdown_timeout)
-    except (ValueError, RuntimeError) as error:
+        launch = Launch(tuple(arguments), parsed.training_script, n_ranks, rendezvous, shutdown_s)
+        least = min(_TIMES, key=launch.time_s)
+    except (ValueError, RuntimeError, TypeError) as error:
         refuse(str(error))
     if not parsed.rdzv_endpoint or not port:
         refuse("--rdzv-endpoint HOST:PORT is missing: where the nodes meet, the same on all")
-    if not 0 < min_nodes <= max_nodes or n_ranks < 1:
-        refuse(f"--nnodes {parsed.nnodes} with --nproc-per-node {n_ranks} is no size of a job")
-    return Launch(
-        tuple(arguments),
-        parsed.training_script,
-        parsed.rdzv_endpoint,
-        parsed.rdzv_id,
-        min_nodes,
-        max_nodes,
-        n_ranks,
-        parsed.local_addr,
-        settings,
-        shutdown_s,
-    )
+    if n_ranks < 1:
+        refuse(f"--nproc-per-node {n_ranks} is no number of ranks")
+    if launch.time_s(least) < 1:
+        refuse(f"--rdzv-conf {least}={launch.time_s(least)} must be 1 or more")
+    return launch
 
 
 class Round:
     """One meeting of the members: the number of this one among them, and the store they share.
 
-    Every method raises `NoRendezvous` where the store does not answer within a minute.
+    Every method raises `NoRendezvous` where the store does not answer in time.
     """
 
-    def __init__(self, store: Store, number: int, rank: int, size: int) -> None:
+    def __init__(self, members: Members, store: Store, rank: int, size: int) -> None:
+        self._members = members
         self._store = store
-        self.number = number
         self.rank = rank
         self.size = size
 
     def put(self, key: str, data: bytes) -> None:
         """Set a value for all members."""
-        _answered(lambda: self._store.set(key, data))  # type: ignore[arg-type]
+        self._members.ask(lambda: self._store.set(key, data))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes | None:
         """A value; None before a member has set it."""
-        return _answered(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return self._members.ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def count(self, key: str) -> int:
         """How many members have called this, this one among them."""
-        return _answered(lambda: self._store.add(key, 1))
+        return self._members.ask(lambda: self._store.add(key, 1))
 
 
 class Members:
@@ -173,73 +185,99 @@ class Members:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._handler: RendezvousHandler | None = None
+        self._number = 0
+        self._lost = ""
         # This one is for the supervisors alone; torch would make another store for their ranks.
         os.environ[_OWN_STORE] = "1"
 
-    def meet(self) -> Round:
-        """Wait for the other members, at most `join_timeout`; raises `NoRendezvous`.
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer of the rendezvous or its store within `read_timeout`.
 
-        A member that does not send its keep-alive (every 5 s) three times is none any more, by the
-        clocks of the nodes.
+        Raises `NoRendezvous` where there is none, and at once when it was raised before: torch
+        waits without a limit for a host that is silent, and the ranks must be ended meanwhile.
         """
-        until_s = time.monotonic() + float(self._launch.settings.get("join_timeout", _JOIN_S))
+        if self._lost:
+            raise NoRendezvous(self._lost)
+        limit_s = self._launch.time_s("read_timeout")
+        try:
+            return _asked(question).result(limit_s)
+        except TimeoutError as error:
+            self._lost = f"no answer within {limit_s} s"
+            raise NoRendezvous(self._lost) from error
+
+    def meeting(self) -> Future[Round]:
+        """The next meeting of the members, once they are there; else `NoRendezvous`.
+
+        They are waited for `join_timeout`. A member that does not send its keep-alive
+        (`keep_alive_interval`) `keep_alive_max_attempt` times is none any more, by the clocks of
+        the nodes.
+        """
+        return _asked(self._meet)
+
+    def _meet(self) -> Round:
+        until_s = time.monotonic() + self._launch.time_s("join_timeout")
         while self._handler is None:
             try:
-                self._handler = self._made()
-            except RendezvousConnectionError as error:
+                self._handler = get_rendezvous_handler(self._launch.rendezvous)
+            except RendezvousConnectionError:
                 if time.monotonic() > until_s:  # the first node may start later
-                    raise NoRendezvous(_why(error)) from error
+                    raise
                 time.sleep(1.0)
-        info = _answered(self._handler.next_rendezvous)
-        return Round(info.store, self._state().round, info.rank, info.world_size)
+        info = self._handler.next_rendezvous()
+        self._number = self._state().round
+        return Round(self, info.store, info.rank, info.world_size)
 
-    def present(self, meeting: Round) -> set[int]:
-        """The members of a meeting that are still there, by number."""
+    def present(self) -> set[int]:
+        """The members of the last meeting that are still there, by number."""
         self.n_waiting()
         state = self._state()
-        is_same = state.complete and state.round == meeting.number
+        is_same = state.complete and state.round == self._number
         return {*state.participants.values()} if is_same else set()
 
     def n_waiting(self) -> int:
         """How many nodes wait to become members, where there may be more."""
         handler = self._handler
-        return 0 if handler is None else _answered(handler.num_nodes_waiting)
+        return 0 if handler is None else self.ask(handler.num_nodes_waiting)
 
     def close(self) -> None:
         """End the rendezvous for all members, and for the nodes that wait to become one."""
         if self._handler is not None:
-            _answered(self._handler.shutdown)
-
-    def _made(self) -> RendezvousHandler:
-        about = self._launch
-        return get_rendezvous_handler(
-            RendezvousParameters(
-                "c10d",
-                about.endpoint,
-                about.run_id,
-                about.min_nodes,
-                about.max_nodes,
-                about.local_addr,
-                **about.settings,
-            )
-        )
+            self.ask(self._handler.shutdown)
 
     def _state(self) -> Any:
         return self._handler._state_holder.state  # type: ignore[union-attr]
 
 
-def _answered(ask: Callable[[], T]) -> T:
-    """The answer of the rendezvous or its store; raises `NoRendezvous` where there is none."""
-    try:
-        return ask()
-    except (RendezvousError, RuntimeError, ValueError, TimeoutError) as error:
-        raise NoRendezvous(_why(error)) from error
+def _asked(question: Callable[[], T]) -> Future[T]:
+    """The answer of the rendezvous or its store; `NoRendezvous` where it fails.
+
+    A thread asks: no signal reaches Python in the main thread while torch waits there.
+    """
+    answer = Future[T]()
+
+    def ask() -> None:
+        try:
+            result = guarded("the rendezvous", question, raises=_FAILURES)
+        except _FAILURES as error:
+            result = Unknown(_why(error))
+        if isinstance(result, Unknown):
+            answer.set_exception(NoRendezvous(result.message))
+        else:
+            answer.set_result(result)
+
+    start_daemon("ckptctl-rendezvous", ask)
+    return answer
 
 
-def _why(error: BaseException) -> str:
+_FAILURES = (RendezvousError, RuntimeError, ValueError, TimeoutError)
+
+
+def _why(error: Exception) -> str:
     """What torch reports, without its stack."""
     if isinstance(error, RendezvousTimeoutError):
         return "fewer nodes came than --nnodes states (--rdzv-conf join_timeout=SECONDS)"
+    if isinstance(error, (RendezvousClosedError, RendezvousGracefulExitError)):
+        return "the job of the other nodes has ended"
     cause = error.__cause__ or error
     lines = str(cause).strip().splitlines() or [type(cause).__name__]
     return lines[0][:300]
@@ -259,12 +297,15 @@ def most_telling(codes: Iterable[int]) -> int:
 def main() -> None:
     """Run torchrun for one attempt, and end it when its supervisor is killed.
 
-    The arguments are the address of its store, the number of this node, how many there are, and
-    those of torchrun. Ends with the exit code of a rank, or 128 + N after signal N.
+    The arguments are the process of the supervisor, the address of its store, the number of this
+    node, how many there are, and those of torchrun. Ends with the exit code of a rank, or 128 + N
+    after signal N.
     """
+    supervisor, address, rank, size, *arguments = sys.argv[1:]
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    address, rank, size, *arguments = sys.argv[1:]
+    if os.getppid() != int(supervisor):  # it was killed while torch was imported
+        sys.exit(128 + signal.SIGTERM)
     parsed = get_args_parser().parse_args(arguments)
     parsed.rdzv_backend, parsed.rdzv_endpoint = "static", address
     parsed.node_rank, parsed.nnodes, parsed.max_restarts = int(rank), size, 0

@@ -14,7 +14,6 @@ who he is: it is typed and bounded, and holds no command, path or variable.
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,13 +22,12 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, cluster_context
-from ckptctl.errors import CkptctlError, MissingExtra, OptionError, Unknown, UsageError, guarded
+from ckptctl.errors import CkptctlError, MissingExtra, OptionError, UsageError
 from ckptctl.failures.classifying import most_decisive
 from ckptctl.failures.results import Classification, Evidence
 from ckptctl.formats.own.supervision import Attempt, Decision, SectionTimes
 from ckptctl.model import Count, ExitCode, Id, Positive
 from ckptctl.storage.opening import absolute_url
-from ckptctl.storage.waiting import start_daemon
 from ckptctl.supervisor.child import Hang, Running, Watcher
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import HeldState, end_left_behind
@@ -183,7 +181,8 @@ def _run(launch: "Launch", job: SupervisedJob) -> Supervised:
         except _Ends as end:
             conclusion = end.conclusion
         except NoRendezvous as error:
-            why = f"the rendezvous at {launch.endpoint} did not come about, or ended: {error}"
+            where = launch.rendezvous.endpoint
+            why = f"the rendezvous at {where} did not come about, or ended: {error}"
             conclusion = Conclusion(Decision.WAIT, why, WAIT_FOR_CAPACITY)
     return job.summary(conclusion)
 
@@ -236,14 +235,11 @@ class _Agent(Watcher):
 
     def _meet(self) -> "Round":
         """Meet the other agents; what this one is about to do is known to all then."""
-        met = Future["Round | Unknown"]()
-        start_daemon("ckptctl-rendezvous", self._meet_apart, met)
+        met = self._members.meeting()
         while not met.done():
             self._leave_if_asked()
             time.sleep(_POLL_S)
         meeting = met.result()
-        if isinstance(meeting, Unknown):
-            raise UsageError(f"{self._launch.endpoint}: {meeting.message}")
         if meeting.rank != 0:
             self._release()  # before the one that leads now takes it
         self._stop: Hang | None = None
@@ -264,15 +260,6 @@ class _Agent(Watcher):
             self._launch.script,
         )
 
-    def _meet_apart(self, met: "Future[Round | Unknown]") -> None:
-        """Meet in a thread: the main thread gets the signals meanwhile."""
-        from ckptctl.distributed.elastic import NoRendezvous
-
-        try:
-            met.set_result(guarded("the rendezvous", self._members.meet, raises=NoRendezvous))
-        except NoRendezvous as error:
-            met.set_exception(error)
-
     def _leave_if_asked(self) -> None:
         asked = self._job.signals.asked
         if asked is not None:
@@ -286,7 +273,7 @@ class _Agent(Watcher):
                     return key
             if leaves:
                 self._leave_if_asked()
-            if rank not in self._members.present(self._round):
+            if rank not in self._members.present():
                 raise _NodesChanged(f"{self._names_of([rank])} is gone")
             time.sleep(_POLL_S)
 
@@ -298,8 +285,9 @@ class _Agent(Watcher):
             return msgspec.json.decode(data, type=kind)
         except msgspec.DecodeError as error:
             raise UsageError(
-                f"{self._launch.endpoint}: the agents do not understand each other ({key}: "
-                f"{error}): another version of ckptctl, or another job with the same --rdzv-id",
+                f"{self._launch.rendezvous.endpoint}: the agents do not understand each other "
+                f"({key}: {error}): another version of ckptctl, or another job with the same "
+                "--rdzv-id",
                 next_command="ckptctl --version",
             ) from error
 
@@ -376,7 +364,7 @@ class _Agent(Watcher):
         return _Outcome(conclusion.reason, conclusion.exit_code, conclusion.decision, last)
 
     def _goes_on_with(self, n_nodes: int) -> bool:
-        return n_nodes >= max(1, self._launch.min_nodes)
+        return n_nodes >= max(1, self._launch.rendezvous.min_nodes)
 
     def _follow(self) -> _Outcome:
         """Run the ranks of this node as agent 0 states it."""
@@ -438,7 +426,7 @@ class _Agent(Watcher):
             if until_s is None and self._round.get(_FAILED_FIRST) is not None:
                 until_s = now_s + self._launch.shutdown_s + _END_S
             is_late = until_s is not None and now_s > until_s
-            if is_late or rank not in self._members.present(self._round):
+            if is_late or rank not in self._members.present():
                 return None
             time.sleep(_POLL_S)
         return self._read(f"end/{rank}", _NodeEnd)
@@ -500,7 +488,7 @@ class _Agent(Watcher):
                 self._let_end_s = now_s + (self._launch.shutdown_s if failed == _ASKED else 0.0)
             is_over = now_s >= self._let_end_s
             return Hang("the attempt ended on another node") if is_over else None
-        gone = {*range(meeting.size)} - self._members.present(meeting)
+        gone = {*range(meeting.size)} - self._members.present()
         if gone:
             return Hang(f"{self._names_of(sorted(gone))} is gone")
         return _JOINS if meeting.rank == 0 and self._members.n_waiting() else None
@@ -522,7 +510,7 @@ class _Agent(Watcher):
             self._contribute(own)
             meeting.put(f"collect/{number}", b"1")
             while missing and time.monotonic() < until_s and meeting.get(_FAILED_FIRST) is None:
-                missing &= self._members.present(meeting)
+                missing &= self._members.present()
                 for rank in sorted(missing):
                     data = meeting.get(f"evidence/{number}/{rank}")
                     if data is not None:

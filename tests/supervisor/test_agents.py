@@ -32,6 +32,7 @@ class Agents:
     nnodes: str = "2"
     job: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    conf: str = ""
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -46,7 +47,10 @@ class Agents:
             *("--backoff", "0", "--report", self.folder / f"{node}.json", *self.options, *options),
             *("--torchrun", "--", "--nnodes", self.nnodes, "--nproc-per-node", "2"),
             *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", address),
-            *("--rdzv-conf", f"is_host={serves},keep_alive_interval=1,last_call_timeout=20"),
+            *(
+                "--rdzv-conf",
+                f"is_host={serves},keep_alive_interval=1,last_call_timeout=20{self.conf}",
+            ),
             *(HERE / "agents_job.py", self.root, *self.job, "--nnodes", "9"),
         ]
         with open(self.folder / f"{node}.txt", "ab") as out:
@@ -214,13 +218,17 @@ def test_a_node_that_comes_later_joins_and_can_lead(agents: Agents):
     assert states(agents.root)[-1]["owner"] is None
 
 
-def test_without_the_agent_that_serves_the_rendezvous_the_others_wait_for_it(agents: Agents):
-    agents.job = ("100000", "none")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_the_node_that_serves_the_rendezvous_the_others_end_their_ranks(
+    agents: Agents, number: int
+):
+    """It is gone, or it does not answer, as after a loss of power."""
+    agents.job, agents.conf = ("100000", "none"), ",read_timeout=5"
     for node in (FIRST, SECOND):
         agents.start(node)
     wait_until((agents.root / "step_4").exists, what="a step")
-    agents.started[FIRST].kill()
-    assert agents.codes() == [-9, 94]
+    agents.started[FIRST].send_signal(number)
+    assert agents.started[SECOND].wait(60) == 94
     assert "the rendezvous" in agents.text(SECOND)
     (attempt,) = states(agents.root)[-1]["attempts"]
     assert attempt["decision"] is None, "the next invocation closes it"
