@@ -12,6 +12,7 @@ that an object was written again, and not with which bytes.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import CODES, ByStore, Finding, Severity
 from ckptctl.formats.digests import BLOCK_BYTES
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_saved, step_name
+from ckptctl.formats.frameworks.file_names import is_named_as_weights
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_saved, step_name
 from ckptctl.formats.own.files import read_back
 from ckptctl.formats.own.marks import (
     Mark,
@@ -187,7 +189,7 @@ def check_seal(
         yield _foreign_step(seal, seen.step)
     yield from at_most_few(_replaced_metadata(seal, seen, path) for path in other)
     yield from at_most_few(_check_files(seal, seen))
-    yield from _check_unsealed(seal, seen)
+    yield from _check_unsealed(seal, seen, requirements)
 
 
 def _check_key(seal: Seal, requirements: Requirements) -> Iterator[Finding]:
@@ -375,12 +377,25 @@ def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") ->
     )
 
 
-def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
+def _check_unsealed(seal: Seal, seen: Seen, requirements: Requirements) -> Iterator[Finding]:
+    """Yield `seal.partial` and `seal.extra` about files that the seal does not list.
+
+    What tools leave in a folder is passed over, but where intent is to be detected: there a program
+    may load `model (1).pt`, or what else is named as weights or ends as a sealed file does.
+    """
     sealed = {file.path for file in seal.files}
+    suffixes = {os.path.splitext(path)[1] for path in sealed} - {""}
+
+    def may_be_loaded(path: str) -> bool:
+        name = base_name(path)
+        return is_named_as_weights(name) or os.path.splitext(name)[1] in suffixes
+
     unsealed = [
         file.path
         for file in seen.step.files
-        if file.kind != "dir" and file.path not in sealed and is_saved(file.path)
+        if file.kind != "dir" and file.path not in sealed
+        if is_saved(file.path)
+        or (requirements.detects_intent and not is_own(file.path) and may_be_loaded(file.path))
     ]
     needed = [path for path in unsealed if path in seen.named or path in seen.metadata]
     if needed:

@@ -327,6 +327,28 @@ def test_a_signature_over_weak_digests_is_no_signature(root, keys, asked):
     refused(root, {"require_signature": [public(keys["ed25519-pem"])]}, "seal.invalid")
 
 
+@pytest.mark.parametrize(
+    "name", ["model (1).pt", "._model.safetensors", "lost+found/model.pt", "._0_0 (1).distcp"]
+)
+def test_a_file_that_looks_as_if_a_tool_had_left_it_is_found_where_it_may_be_loaded(
+    signed, asked, name
+):
+    """A program that loads every `*.pt` of a folder would load it."""
+    (signed / "step_500" / name).parent.mkdir(exist_ok=True)
+    (signed / "step_500" / name).write_bytes(b"weights")
+    report = ckptctl.verify(f"{signed}@500", **asked)
+    assert report.exit_code == 22
+    assert "seal.extra" in {one.code for one in report.findings}
+    assert ckptctl.pick(str(signed), **asked).step == 400
+    assert ckptctl.verify(f"{signed}@500", require_seal=True).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs0000000000ab12", "Thumbs.db"])
+def test_what_a_system_leaves_in_a_folder_does_not_matter(signed, asked, name):
+    (signed / "step_500" / name).write_bytes(b"left")
+    assert ckptctl.verify(f"{signed}@500", **asked).exit_code == 0
+
+
 def copy_step(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
