@@ -553,6 +553,22 @@ def test_verify_shows_who_signed(signed, keys):
     assert (report["seal_signer"], report["seal_signer_verified"]) == (fingerprint, True)
 
 
+@pytest.mark.parametrize("way", ["option", "settings"])
+def test_prune_keeps_what_a_job_that_requires_a_signature_takes(signed, keys, way):
+    """Else newer steps that anybody sealed would have all those removed that the job accepts."""
+    ckptctl.seal(f"{signed}@500", replace=True)
+    options = ["--require-signature", f"{keys['ed25519']}.pub"]
+    if way == "settings":
+        shutil.copy(f"{keys['ed25519']}.pub", signed / "signer.pub")
+        (signed / "ckptctl.toml").write_text('require_signature = ["signer.pub"]\n')
+        options = []
+    done = run_ckptctl("prune", ".", "--keep", "1", *options, "--apply", cwd=signed)
+    assert done.returncode == 0, done.stderr
+    assert "seal.unsigned" in done.stdout
+    left = {path.name for path in signed.glob("step_*")}
+    assert left == {"step_500", "step_400", "step_200", "step_100"}  # what nobody signed stays
+
+
 def test_a_mark_of_acceptance_does_not_stand_for_a_signature(root, asked):
     ckptctl.seal(f"{root}@500")
     ckptctl.mark(f"{root}@500", "accepted", reason="it is good")
