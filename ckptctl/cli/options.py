@@ -309,40 +309,49 @@ def _read_key_file(path: str, how_to_make: str, *, is_public: bool = False) -> b
 
 
 def _check_key_file(path: str, about: os.stat_result, is_public: bool) -> None:
-    why = next(_weaknesses(path, about, is_public), None)
-    if why is not None:
+    found = next(_weaknesses(path, about, is_public), None)
+    if found is not None:
+        why, what, mode = found
         raise UsageError(
             f"the key file {path} {why}; a key that others know, or can replace, proves nothing",
-            next_command=f"chmod {'go-w' if is_public else '600'} {shlex.quote(path)}",
+            next_command=f"chmod {mode} {shlex.quote(what)}" if mode else None,
         )
 
 
-def _weaknesses(path: str, about: os.stat_result, is_public: bool) -> Iterator[str]:
+def _weaknesses(
+    path: str, about: os.stat_result, is_public: bool
+) -> Iterator[tuple[str, str, str | None]]:
+    """Why a key file is refused, what is to be changed, and its mode for `chmod` if that helps."""
     own, mode = (os.geteuid(), 0), stat.S_IMODE(about.st_mode)
+    better = "go-w" if is_public else "600"
     if about.st_uid not in own:
-        yield f"belongs to the user {about.st_uid}, and neither to you nor to root"
+        yield f"belongs to the user {about.st_uid}, and neither to you nor to root", path, None
     if mode & 0o022:
-        yield f"can be written by others (mode {mode:04o})"
+        yield f"can be written by others (mode {mode:04o})", path, better
     if mode & 0o007 and not is_public:
-        yield f"can be read by others (mode {mode:04o})"
+        yield f"can be read by others (mode {mode:04o})", path, better
     own_group = about.st_gid in (os.getegid(), *os.getgroups())
     if mode & 0o070 and not (is_public or (about.st_uid == 0 and own_group)):
-        yield f"can be read by its group (mode {mode:04o})"
+        yield f"can be read by its group (mode {mode:04o})", path, better
     if stat.S_ISFIFO(about.st_mode):
         return  # such as `<(command)`: it has no name that others could take
     link = os.lstat(path)
     if link.st_uid not in own:
-        yield f"is a link of the user {link.st_uid}"
+        yield f"is a link of the user {link.st_uid}", path, None
     for folder in {os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))}:
         above = os.stat(folder)
         if above.st_uid not in own:
-            yield f"is in a folder of the user {above.st_uid} ({folder})"
+            yield f"is in a folder of the user {above.st_uid} ({folder})", folder, None
         by_others = above.st_mode & 0o002
         by_group = above.st_mode & 0o020 and not _is_private_group(above.st_gid)
         # With the sticky bit, only the owner of a file can replace it.
         if (by_others or by_group) and not above.st_mode & stat.S_ISVTX:
             mode = stat.S_IMODE(above.st_mode)
-            yield f"is in a folder that others can write ({folder}, mode {mode:04o})"
+            yield (
+                f"is in a folder that others can write ({folder}, mode {mode:04o})",
+                folder,
+                "go-w",
+            )
 
 
 def _is_private_group(group: int) -> bool:

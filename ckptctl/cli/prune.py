@@ -48,7 +48,12 @@ def prune(
         ),
     ] = None,
     *,
-    requirements: Annotated[Requirements, only("require", "state", "marks", "pattern")],
+    requirements: Annotated[
+        Requirements,
+        only(
+            "require", "state", "require_seal", "key_file", "require_signature", "marks", "pattern"
+        ),
+    ],
     storage: StorageOptions,
     out: Output,
 ) -> int:

@@ -4,16 +4,14 @@ A seal is read only where the listing shows one. A damaged one becomes a finding
 inspected without it. The listing and the metadata show whose seal it is, the files and their
 sizes: a seal of another step, or of an earlier save of this one, proves nothing.
 
-The blocks of each sealed file are digested in the pass that reads the records. A store's own
-checksums are compared without reading a byte: equal ones prove that the object was not replaced by
-one with other bytes since it was sealed, not what its disks return today. ETags and versions show
-that an object was written again, and not with which bytes.
+The blocks of each sealed file are digested in the pass that reads the records.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,9 +24,10 @@ from ckptctl.errors import (
     PathEscape,
     PathNotFound,
 )
-from ckptctl.findings import CODES, ByStore, Finding, Severity
+from ckptctl.findings import CODES, Finding, Severity
 from ckptctl.formats.digests import BLOCK_BYTES
-from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_saved, step_name
+from ckptctl.formats.frameworks.file_names import is_named_as_weights
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_saved, step_name
 from ckptctl.formats.own.files import read_back
 from ckptctl.formats.own.marks import (
     Mark,
@@ -43,7 +42,6 @@ from ckptctl.formats.own.seals import (
     EarlierSeal,
     Seal,
     SealedFile,
-    Stored,
     is_authentic,
     is_signed,
     parse_seal,
@@ -51,7 +49,7 @@ from ckptctl.formats.own.seals import (
 )
 from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
 from ckptctl.inspection.marks import check_marks, read_marks_file, unusable
-from ckptctl.model import Checksum, FileInfo, Kept, Step
+from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
 from ckptctl.signatures import public_key
 from ckptctl.storage.contract import Store, TooLarge, list_if_there, read_if_there
@@ -187,7 +185,7 @@ def check_seal(
         yield _foreign_step(seal, seen.step)
     yield from at_most_few(_replaced_metadata(seal, seen, path) for path in other)
     yield from at_most_few(_check_files(seal, seen))
-    yield from _check_unsealed(seal, seen)
+    yield from _check_unsealed(seal, seen, requirements)
 
 
 def _check_key(seal: Seal, requirements: Requirements) -> Iterator[Finding]:
@@ -375,12 +373,25 @@ def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") ->
     )
 
 
-def _check_unsealed(seal: Seal, seen: Seen) -> Iterator[Finding]:
+def _check_unsealed(seal: Seal, seen: Seen, requirements: Requirements) -> Iterator[Finding]:
+    """Yield `seal.partial` and `seal.extra` about files that the seal does not list.
+
+    What tools leave in a folder is passed over, but where intent is to be detected: there a program
+    may load `model (1).pt`, or what else is named as weights or ends as a sealed file does.
+    """
     sealed = {file.path for file in seal.files}
+    suffixes = {os.path.splitext(path)[1] for path in sealed} - {""}
+
+    def may_be_loaded(path: str) -> bool:
+        name = base_name(path)
+        return is_named_as_weights(name) or os.path.splitext(name)[1] in suffixes
+
     unsealed = [
         file.path
         for file in seen.step.files
-        if file.kind != "dir" and file.path not in sealed and is_saved(file.path)
+        if file.kind != "dir" and file.path not in sealed
+        if is_saved(file.path)
+        or (requirements.detects_intent and not is_own(file.path) and may_be_loaded(file.path))
     ]
     needed = [path for path in unsealed if path in seen.named or path in seen.metadata]
     if needed:
@@ -477,151 +488,6 @@ def _named(sealed: SealedFile, block: int) -> str:
     end = min(sealed.size, start + BLOCK_BYTES)
     n_blocks = len(sealed.digests.by_block)
     return f"block {block + 1} of {n_blocks} (bytes {start:,} to {end:,})"
-
-
-def best_of(kept: Kept, can_compute: Callable[[str], bool]) -> Checksum | None:
-    """The checksum to be sealed of a file: of the whole, one that can be computed before others."""
-    whole = [checksum for checksum in kept.checksums if checksum.whole]
-    computed = [checksum for checksum in whole if can_compute(checksum.algorithm)]
-    return next(iter((*computed, *whole)), None)
-
-
-def as_kept(
-    path: str, kept: Kept, checksum: Checksum | None, computed: str | None
-) -> tuple[Stored | None, tuple[Finding, ...]]:
-    """The entry of a seal for a file that the store keeps so, None where it keeps nothing.
-
-    `computed` is what the bytes of the file come to by the algorithm of `checksum`, None
-    where nobody computed it. Finds `store.contradicts` where that is another.
-    """
-    if checksum is None:
-        known = kept.etag or kept.version
-        return Stored(etag=kept.etag, version=kept.version) if known else None, ()
-    compared = computed is not None
-    stored = Stored(checksum.algorithm, checksum.value, compared, kept.etag, kept.version)
-    if computed is None or computed == checksum.value:
-        return stored, ()
-    finding = Finding(
-        "store.contradicts",
-        path,
-        f"the bytes of {path} do not match the {checksum.algorithm} that the store reports: "
-        "they were damaged in the store or in transit",
-        expected=f"{checksum.algorithm} {computed}",
-        found=f"{checksum.algorithm} {checksum.value}",
-        next_command="ckptctl explain store.contradicts",
-    )
-    return stored, (finding,)
-
-
-def check_stored(
-    sealed: Sequence[SealedFile], kept: Mapping[str, Kept], url: str
-) -> tuple[ByStore, tuple[Finding, ...]]:
-    """Hold what the store keeps now of sealed files, by path, against what was sealed.
-
-    `url` is the step's address. Finds `seal.digest` where a checksum differs,
-    `store.rewritten` and `store.unverifiable` where there is none to compare.
-    """
-    same: list[SealedFile] = []
-    other: list[Finding] = []
-    rewritten: list[str] = []
-    unproven: dict[str, list[SealedFile]] = {}
-    for file in sealed:
-        was, now = file.stored or Stored(), kept[file.path]
-        value = _comparable(was, now)
-        if value is None and _written_again(was, now):
-            rewritten.append(file.path)
-        elif value is None:
-            unproven.setdefault(_why_not(was, now), []).append(file)
-        elif value == was.checksum:
-            same.append(file)
-        else:
-            other.append(_replaced(file.path, was, value))
-    found = [*at_most_few(other)]
-    if rewritten:
-        found.append(_rewritten(rewritten, url))
-    found += [_unproven(why, files, kept, url) for why, files in unproven.items()]
-    n_not_compared = sum(file.stored is not None and not file.stored.compared for file in same)
-    return ByStore(len(sealed), len(same), sum(file.size for file in same), n_not_compared), tuple(
-        found
-    )
-
-
-def _comparable(was: Stored, now: Kept) -> str | None:
-    """The checksum that the store keeps now, by the algorithm of the sealed one."""
-    values = (c.value for c in now.checksums if c.whole and c.algorithm == was.algorithm)
-    return next(values, None) if was.checksum else None
-
-
-def _written_again(was: Stored, now: Kept) -> bool:
-    pairs = ((was.etag, now.etag), (was.version, now.version))
-    return any(before and after and before != after for before, after in pairs)
-
-
-def _why_not(was: Stored, now: Kept) -> str:
-    if now.why_none:
-        return now.why_none
-    whole = sorted(checksum.algorithm for checksum in now.checksums if checksum.whole)
-    if not whole:
-        return "the store has only checksums of its parts"
-    if not was.checksum:
-        return _NOT_SEALED
-    return f"the seal has its {was.algorithm}, and the store keeps {', '.join(whole)}"
-
-
-_NOT_SEALED = "the seal has no checksum of the store's"
-
-
-def _replaced(path: str, was: Stored, value: str) -> Finding:
-    return Finding(
-        "seal.digest",
-        path,
-        f"the store reports a different {was.algorithm} for {path} than when it was sealed: "
-        "the object was replaced by one with other bytes",
-        expected=f"{was.algorithm} {was.checksum}",
-        found=f"{was.algorithm} {value}",
-        next_command="ckptctl explain seal.digest",
-    )
-
-
-def _rewritten(paths: Sequence[str], url: str) -> Finding:
-    return Finding(
-        "store.rewritten",
-        some_of(paths),
-        f"{counted(len(paths), 'sealed file')} {verb(len(paths), 'was', 'were')} written "
-        "again after the step was sealed, and no checksum of the store shows whether the "
-        f"bytes are the same: {some_of(paths)}",
-        next_command=command_line("verify", url, "--level", "content"),
-    )
-
-
-def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], url: str) -> Finding:
-    paths = [file.path for file in files]
-    unchanged = all(
-        file.stored and file.stored.etag and file.stored.etag == kept[file.path].etag
-        for file in files
-    )
-    witness = "; their ETags are unchanged" if unchanged else ""
-    return Finding(
-        "store.unverifiable",
-        some_of(paths),
-        f"no checksum of the store could be compared for {counted(len(files), 'sealed file')} "
-        f"({some_of(paths)}): {why}{witness}",
-        next_command=command_line("seal", url, "--replace")
-        if why == _NOT_SEALED
-        else command_line("verify", url, "--level", "content"),
-    )
-
-
-def without_seal(url: str, why: str, *, there: bool) -> Finding:
-    """The finding for a step of which no seal covers all; `there` is one, but `why` it does not."""
-    return Finding(
-        "store.unverifiable",
-        SEAL,
-        f"the store's checksums could not be compared with those of a seal: {why}",
-        next_command=command_line("verify", url, "--level", "content")
-        if there
-        else command_line("seal", url),
-    )
 
 
 MAX_NEIGHBOURS = 8
@@ -875,30 +741,3 @@ def _required(step: Step, seal: Seal | None, about: Sequence[Finding], *, signed
         if reasons or signed
         else command_line("seal", step.url),
     )
-
-
-def ask_store(
-    opened: OpenStep, seal: Seal | None, findings: Sequence[Finding]
-) -> tuple[ByStore | None, tuple[Finding, ...]]:
-    """Compare the checksums that the store keeps with those in the step's seal.
-
-    A file that differs from the seal by the `findings` so far is left out, and so are
-    metadata files, which every inspection reads and compares. Storage errors pass
-    through. Cost: one HEAD for each sealed file, and no byte.
-    """
-    step = opened.step
-    if seal is None:
-        if opened.has_seal:
-            why = "its seal belongs to another save"
-            return None, (without_seal(step.url, why, there=True),)
-        return None, (without_seal(step.url, "the step has no seal", there=False),)
-    differing = {finding.where for finding in findings if finding.code == "seal.digest"}
-    asked = comparable(seal, step.files, {*seal.step.metadata, *differing})
-    prefix = opened.in_store("")
-    answers = opened.store.kept(prefix + file.path for file in asked)
-    kept = {answer.path.removeprefix(prefix): answer for answer in answers}
-    by_store, found = check_stored(asked, kept, step.url)
-    if any(finding.code == "seal.partial" for finding in findings):
-        why = "the seal does not list every file that the step needs"
-        found = (*found, without_seal(step.url, why, there=True))
-    return by_store, found

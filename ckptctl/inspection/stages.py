@@ -45,7 +45,7 @@ from ckptctl.inspection.rank_files import (
     unlisted,
 )
 from ckptctl.inspection.safetensors import check_safetensors
-from ckptctl.inspection.seals import NOTHING_NOTED, Notes, ask_store, is_trusted, read_notes
+from ckptctl.inspection.seals import NOTHING_NOTED, Notes, is_trusted, read_notes
 from ckptctl.inspection.shape import (
     check_own_number,
     check_shape,
@@ -60,6 +60,7 @@ from ckptctl.inspection.sidecars import (
     tensors_in_header,
     value_in_archive,
 )
+from ckptctl.inspection.store_checksums import ask_store
 from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import (
     NO_STATE,

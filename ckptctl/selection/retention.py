@@ -498,7 +498,7 @@ class RetentionPlan:
         over = refusal(report, self._rules.policy)
         if over is not None:
             search.passed_over.append(over)
-            if report.verdict is Verdict.COMPLETE:
+            if report.verdict is Verdict.COMPLETE or report.has_finding("seal.required"):
                 return NotCounted(over.reason)
             if report.verdict is not Verdict.UNVERIFIABLE:
                 return NotCounted(report.verdict.value)

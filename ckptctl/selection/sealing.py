@@ -36,14 +36,13 @@ from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import (
     PROVES_NOTHING,
-    as_kept,
-    best_of,
     is_trusted,
     next_place,
     seals_beside,
     written_ms,
 )
 from ckptctl.inspection.stages import contradicted
+from ckptctl.inspection.store_checksums import as_kept, best_of
 from ckptctl.model import (
     ExitCode,
     FileInfo,

@@ -45,8 +45,9 @@ def test_a_file_of_the_user_that_a_group_reads_is_refused(key_file):
 
 def test_a_folder_in_which_others_replace_files_is_refused(key_file):
     key_file.parent.chmod(0o777)
-    with pytest.raises(UsageError, match="in a folder that others can write"):
+    with pytest.raises(UsageError, match="in a folder that others can write") as raised:
         seal_key(str(key_file))
+    assert raised.value.next_command == f"chmod go-w {key_file.parent}"
     key_file.parent.chmod(0o1777)
     assert seal_key(str(key_file)) == b"a key"
 

@@ -127,7 +127,8 @@ def test_the_code_blocks_of_a_page_run(page, folder):
 @pytest.mark.slow
 def test_the_commands_of_the_pages_of_findings_run(folder):
     """On a root with the steps that they name, none ends as a mistake of usage."""
-    of_other_data = ("--key-file", "--pattern '(?P<step>[0-9]+)-state'", "convert", "--follow")
+    keys, of_pattern = ("--key-file", "--require-signature"), "--pattern '(?P<step>[0-9]+)-state'"
+    of_other_data = (*keys, of_pattern, "convert", "--follow")
     roots = re.compile("/shared/ckpt/run-1234|/nvme/ckpt/run-1234|s3://bucket/run-1234")
     root = folder / "ckpt"
     for name in ("step_1100", "step_1200", "checkpoint-1200", "final"):

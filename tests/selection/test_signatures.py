@@ -327,6 +327,28 @@ def test_a_signature_over_weak_digests_is_no_signature(root, keys, asked):
     refused(root, {"require_signature": [public(keys["ed25519-pem"])]}, "seal.invalid")
 
 
+@pytest.mark.parametrize(
+    "name", ["model (1).pt", "._model.safetensors", "lost+found/model.pt", "._0_0 (1).distcp"]
+)
+def test_a_file_that_looks_as_if_a_tool_had_left_it_is_found_where_it_may_be_loaded(
+    signed, asked, name
+):
+    """A program that loads every `*.pt` of a folder would load it."""
+    (signed / "step_500" / name).parent.mkdir(exist_ok=True)
+    (signed / "step_500" / name).write_bytes(b"weights")
+    report = ckptctl.verify(f"{signed}@500", **asked)
+    assert report.exit_code == 22
+    assert "seal.extra" in {one.code for one in report.findings}
+    assert ckptctl.pick(str(signed), **asked).step == 400
+    assert ckptctl.verify(f"{signed}@500", require_seal=True).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs0000000000ab12", "Thumbs.db"])
+def test_what_a_system_leaves_in_a_folder_does_not_matter(signed, asked, name):
+    (signed / "step_500" / name).write_bytes(b"left")
+    assert ckptctl.verify(f"{signed}@500", **asked).exit_code == 0
+
+
 def copy_step(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
@@ -529,6 +551,22 @@ def test_verify_shows_who_signed(signed, keys):
     report = json.loads(run_ckptctl(*required, "--json").stdout)
     report = report.get("report", report)
     assert (report["seal_signer"], report["seal_signer_verified"]) == (fingerprint, True)
+
+
+@pytest.mark.parametrize("way", ["option", "settings"])
+def test_prune_keeps_what_a_job_that_requires_a_signature_takes(signed, keys, way):
+    """Else newer steps that anybody sealed would have all those removed that the job accepts."""
+    ckptctl.seal(f"{signed}@500", replace=True)
+    options = ["--require-signature", f"{keys['ed25519']}.pub"]
+    if way == "settings":
+        shutil.copy(f"{keys['ed25519']}.pub", signed / "signer.pub")
+        (signed / "ckptctl.toml").write_text('require_signature = ["signer.pub"]\n')
+        options = []
+    done = run_ckptctl("prune", ".", "--keep", "1", *options, "--apply", cwd=signed)
+    assert done.returncode == 0, done.stderr
+    assert "seal.unsigned" in done.stdout
+    left = {path.name for path in signed.glob("step_*")}
+    assert left == {"step_500", "step_400", "step_200", "step_100"}  # what nobody signed stays
 
 
 def test_a_mark_of_acceptance_does_not_stand_for_a_signature(root, asked):
