@@ -411,6 +411,8 @@ def layout_of(named: StepName | None, files: Iterable[FileInfo]) -> str:
     """
     paths = [file.path for file in files if is_saved(file.path)]
     by_name = named.layout if named else "dcp"
+    if named and paths == [named.name]:
+        by_name = TABLES.of_one_file.get(by_name, by_name)
     for layout, names, sign in TABLES.signatures:
         if by_name in names.split() and any(full_match(sign, path) for path in paths):
             return layout
