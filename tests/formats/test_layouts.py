@@ -357,6 +357,8 @@ def test_a_stage_that_is_missing_below_the_highest_is_named():
         ("step-30", [], "torchtitan", ()),
         ("step-30", ["model.pt"], "plain-files", ()),
         ("step-30.pt", ["step-30.pt"], "plain-files", ()),
+        ("step_30", ["meta.pt", "model.pt"], "plain-files", ()),
+        ("step_30", ["train_state.pt", "model.pt"], "plain-files", ()),
         ("iter_30.pth", ["iter_30.pth"], "plain-files", ()),  # mmengine
         ("global_step30.pt", ["global_step30.pt", ".ckptctl/seal.json"], "plain-files", ()),
         ("global_step_30.pt", ["global_step_30.pt"], "plain-files", ()),
