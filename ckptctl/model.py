@@ -622,7 +622,7 @@ class StatePart:
     """The tokens that a rank has counted, where it saves its own count. `value` is then that
     times the data-parallel size, and null where that is not known."""
     of_adapter: bool = False
-    """The weights are those of an adapter (LoRA) alone: the base model is not in the step."""
+    """The weights are those of an adapter (LoRA) alone: no base model is recognized in the step."""
 
 
 _NOT_FOUND = StatePart(found=False)

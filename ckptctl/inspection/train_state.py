@@ -312,7 +312,7 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
     """Yield what a resume would not restore, and what it may, if it is recognized.
 
     `require` are the kinds that the caller asked for; a finding that lacks one of them is
-    `unmet`. Yields `state.adapter` where the base model is not in the step, one `state.missing`
+    `unmet`. Yields `state.adapter` for an adapter without a base model, one `state.missing`
     for the kinds that are absent, and one `state.unrecognized` for the entries that may be the
     others.
     """
@@ -322,8 +322,8 @@ def check_required(state: TrainState, require: Iterable[str], url: str) -> Itera
         yield Finding(
             "state.adapter",
             state.model.where[0],
-            "the weights are those of an adapter alone: the base model, which a resume needs as "
-            "it was, is not in the step and is not checked",
+            "the weights are those of an adapter alone: no base model, which a resume needs as it "
+            "was, is recognized in the step, and none is checked",
             next_command=show,
         )
     if state.absent:

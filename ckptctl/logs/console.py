@@ -570,8 +570,8 @@ class BlockReader(RankReader):
         return () if row is None else (row,)
 
 
-# Ray prints the metrics of a report of any rank as `metrics={…}`, and leaves out most of them.
-_DICTIONARY = re.compile(r"(?<!=)\{[^{}]{0,2000}'loss': [^{}]{0,2000}\}")
+# Ray prints a report of any rank, `TrainingReport(checkpoint=…, metrics={…}`, and leaves out most.
+_DICTIONARY = re.compile(r"(?<!, metrics=)\{[^{}]{0,2000}'loss': [^{}]{0,2000}\}")
 _PAIR = re.compile(r"'([\w/]{1,99})': '?([^,'}]+)'?")
 # Bars of downloads and of tokenizers have a text before them.
 _BAR = re.compile(

@@ -109,7 +109,7 @@ class Pick:
         if self.absent:
             words += f"; does not restore {', '.join(self.absent)}"
         if self.chosen and self.chosen.state.model.of_adapter:
-            words += "; the base model of the adapter is not in the step"
+            words += "; no base model of the adapter is recognized in the step"
         not_recognized = self.chosen.state.unrecognized if self.chosen else ()
         if not_recognized:
             keys = some_of([safe(entry.where) for entry in not_recognized])

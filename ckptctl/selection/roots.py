@@ -22,7 +22,6 @@ from ckptctl.formats.frameworks.layouts import (
     MAX_POINTER_BYTES,
     MAX_STEP,
     OWN_FOLDER,
-    STEP_SUFFIXES,
     StepName,
     by_epochs,
     counted_name,
@@ -85,9 +84,10 @@ def doubt_about(steps: Files) -> Doubt | None:
         first, second, *_ = runs.values()
         why = f"{first} and {second} are of different runs, or count different things; {select}"
         return Doubt({}, why, pattern)
-    paths = [file.path for files in steps.values() for file in files]
+    files_of_all = [file for files in steps.values() for file in files]
+    paths = [file.path for file in files_of_all]
     numbers = {step.number for step in steps}
-    if all(path.endswith(STEP_SUFFIXES) for path in paths) and may_be_shards(paths, numbers):
+    if all(map(is_flat_file, files_of_all)) and may_be_shards(paths, numbers):
         why = "nothing in them shows whether they are saves or the shards of one"
         return Doubt(steps, f"{why}; if they are saves, use --pattern", pattern)
     return None

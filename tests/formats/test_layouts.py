@@ -357,6 +357,14 @@ def test_a_stage_that_is_missing_below_the_highest_is_named():
         ("step-30", [], "torchtitan", ()),
         ("step-30", ["model.pt"], "plain-files", ()),
         ("step-30.pt", ["step-30.pt"], "plain-files", ()),
+        ("step_30", ["meta.pt", "model.pt"], "plain-files", ()),
+        ("step_30", ["train_state.pt", "model.pt"], "plain-files", ()),
+        ("iter_30.pth", ["iter_30.pth"], "plain-files", ()),  # mmengine
+        ("global_step30.pt", ["global_step30.pt", ".ckptctl/seal.json"], "plain-files", ()),
+        ("global_step_30.pt", ["global_step_30.pt"], "plain-files", ()),
+        ("epoch_3.pth", ["epoch_3.pth"], "epochs", ()),  # mmengine
+        ("epoch=3-step=30.ckpt", ["epoch=3-step=30.ckpt"], "lightning", ()),
+        ("checkpoint-3.pth.tar", ["checkpoint-3.pth.tar"], "epochs", ()),  # timm
         ("step_30", ["model.safetensors", ".ckptctl/seal.json"], "plain-files", ()),
         ("step_30", ["shard-00001-model-00001-of-00001.safetensors"], "dcp", ()),
         ("step_30", [".snapshot_metadata", "0/model"], "torchsnapshot", ()),

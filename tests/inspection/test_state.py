@@ -1,5 +1,6 @@
 """What a resume would restore, by keys and by files."""
 
+import pytest
 from made_results import report
 
 from ckptctl.findings import Finding, Verdict
@@ -116,6 +117,20 @@ def test_the_base_model_of_an_adapter_is_reported_as_not_in_the_step():
     found = state(LORA.format("A"), LORA.format("B"), "optimizer.state.w.exp_avg")
     note, _ = check_required(found, (), "root/step_1")
     assert (note.code, note.where) == ("state.adapter", LORA.format("A"))
+
+
+@pytest.mark.parametrize("word", ["ia3_l", "oft_R", "hada_w1_a", "vera_lambda_b", "boft_R"])
+def test_what_other_methods_of_peft_add_is_an_adapter_too(word):
+    assert state(f"model.base_model.model.layers.0.k_proj.{word}.default").model.of_adapter
+    beside = f"model.base_model.model.layers.0.k_proj.{word}.default", "model.norm.weight"
+    assert not state(*beside).model.of_adapter
+
+
+def test_that_a_file_of_an_unknown_format_is_no_base_model_is_not_claimed():
+    files = [FileInfo("adapter_model.safetensors", 100), FileInfo("base.gguf", 1 << 30)]
+    note, *_ = check_required(state(files=files), (), "root/step_1")
+    assert (note.code, "is recognized" in note.message) == ("state.adapter", True)
+    assert "not in the step" not in note.message
 
 
 def test_an_adapter_beside_its_base_model_is_part_of_a_model():

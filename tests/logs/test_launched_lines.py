@@ -133,6 +133,13 @@ def test_what_ray_reports_of_any_rank_is_no_row(tmp_path):
     assert [row.step for row in read_logs([str(log)]) if isinstance(row, Row)] == [*range(1, 9)]
 
 
+@pytest.mark.parametrize("front", ["", "logs=", "metrics=", "step done: metrics="])
+def test_a_dictionary_behind_a_name_is_a_row(tmp_path, front):
+    rows = [f"{front}{{'loss': {3 - step / 10}, 'lr': 0.01, 'step': {step}}}" for step in (1, 2, 3)]
+    (tmp_path / "train.log").write_text("\n".join(rows))
+    assert [row.step for row in rows_of(tmp_path / "train.log")] == [1, 2, 3]
+
+
 def test_the_process_of_ray_is_no_rank():
     line = take_apart("(RayTrainWorker pid=712, ip=10.0.0.2) CUDA out of memory")
     assert (line.host, line.rank, line.message) == ("10.0.0.2", None, "CUDA out of memory")

@@ -310,3 +310,9 @@ def test_steps_of_a_format_that_is_not_inspected_do_not_lead_to_a_check_of_the_s
     files = {"_CHECKPOINT_METADATA": b"{}", "default/manifest.ocdbt": b"x"}
     found = ckptctl.pick(made(tmp_path, {f"1000/{path}": value for path, value in files.items()}))
     assert (found.exit_code, found.next_command) == (11, "ckptctl explain format.unsupported")
+
+
+def test_folders_that_have_names_of_files_are_no_shards_of_one_save(tmp_path):
+    files = {f"checkpoint-{epoch}.pth.tar/state.pt": of_epoch(epoch) for epoch in (1, 2)}
+    chosen = ckptctl.pick(made(tmp_path, files))
+    assert (chosen.exit_code, chosen.step) == (0, 2)

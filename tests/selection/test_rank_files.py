@@ -83,7 +83,7 @@ def test_the_base_model_of_an_adapter_is_not_in_the_step_and_this_is_reported(ra
     chosen = ckptctl.pick(str(rank_files / "trl"))
     assert (chosen.exit_code, chosen.step, chosen.chosen.layout) == (0, 6, "transformers")
     assert chosen.chosen.state.model.of_adapter
-    assert "the base model of the adapter is not in the step" in chosen.about_state
+    assert "no base model of the adapter is recognized in the step" in chosen.about_state
     found = {one.code: one for one in ckptctl.verify(chosen.path).findings}
     assert found["state.adapter"].where == "adapter_model.safetensors"
     assert found["state.adapter"].severity is Severity.NOTE

@@ -113,6 +113,8 @@ class Tables(msgspec.Struct, frozen=True):
     signatures: tuple[tuple[str, str, str], ...]
     needs_signature: frozenset[str]
     needs_shards: frozenset[str]
+    signs_beside_shards: frozenset[str]
+    of_one_file: Mapping[str, str]
     states_ranks: str
     stage: str
     counts_of_other_things: Mapping[str, str]

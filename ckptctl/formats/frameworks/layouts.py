@@ -411,11 +411,16 @@ def layout_of(named: StepName | None, files: Iterable[FileInfo]) -> str:
     """
     paths = [file.path for file in files if is_saved(file.path)]
     by_name = named.layout if named else "dcp"
+    if named and paths == [named.name]:
+        by_name = TABLES.of_one_file.get(by_name, by_name)
+    lacks_shards = bool(paths) and not any(map(_is_of_dcp, paths))
     for layout, names, sign in TABLES.signatures:
-        if by_name in names.split() and any(full_match(sign, path) for path in paths):
+        if by_name not in names.split() or (lacks_shards and layout in TABLES.signs_beside_shards):
+            continue
+        if any(full_match(sign, path) for path in paths):
             return layout
     by_name = "dcp" if by_name in TABLES.needs_signature else by_name
-    if by_name not in TABLES.needs_shards or not paths or any(map(_is_of_dcp, paths)):
+    if by_name not in TABLES.needs_shards or not lacks_shards:
         return by_name
     for other, expression in TABLES.other_formats:
         if any(full_match(expression, path) for path in paths):

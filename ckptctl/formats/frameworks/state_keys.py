@@ -236,7 +236,7 @@ def _words(path: Path) -> Words:
 
 
 def is_of_adapter(leaf: Leaf) -> bool:
-    """Whether a weight is one that an adapter (LoRA) adds to a base model."""
+    """Whether a weight is one that an adapter (LoRA, …) adds to a base model."""
     return leaf.is_weight and not _WORDS.of_adapter.isdisjoint(_words(leaf.path))
 
 
