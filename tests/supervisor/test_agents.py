@@ -307,6 +307,8 @@ def test_arguments_that_no_agent_can_have_end_with_2(tmp_path: Path):
         (["--standalone", "train.py"], "c10d"),
         (["--max-restarts", "3", "--rdzv-endpoint", "a:1", "train.py"], "before the --"),
         (["--nnodes", "x", "--rdzv-endpoint", "a:1", "train.py"], "invalid literal"),
+        (["--rdzv-conf", "join_timeout=x", "--rdzv-endpoint", "a:1", "train.py"], "invalid"),
+        (["--rdzv-conf", "read_timeout=0", "--rdzv-endpoint", "a:1", "train.py"], "1 or more"),
     ):
         done = run_ckptctl("run", "--root", tmp_path, "--torchrun", "--", *words)
         assert (done.returncode, what in done.stderr) == (2, True), done.stderr
