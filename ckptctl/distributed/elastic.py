@@ -52,6 +52,7 @@ from torch.distributed.run import (
 )
 
 import ckptctl
+from ckptctl.distributed.launcher import NoRendezvous
 from ckptctl.errors import Unknown, UsageError, guarded
 from ckptctl.starting import python_command
 from ckptctl.storage.waiting import start_daemon
@@ -75,10 +76,6 @@ _SHUTDOWN_S = "30"
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _PROGRAM = f"import sys; sys.path.append({{path!r}}); from {__name__} import main; main()"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-
-
-class NoRendezvous(Exception):
-    """The rendezvous did not come about, ended, or does not answer; the text is why."""
 
 
 @dataclass(frozen=True, slots=True)

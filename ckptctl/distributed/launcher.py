@@ -42,6 +42,10 @@ _N_PORTS = 12_000
 """Below the ports that Linux chooses for connections."""
 
 
+class NoRendezvous(Exception):
+    """The rendezvous did not come about, ended, or does not answer; the text is why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The job, the nodes and the rank of a process; null where no variable gives a value."""

@@ -6,12 +6,13 @@ and publishes the outcome; all others obey it. An agent sees the ranks of its ow
 report of a hang is made of the evidence of all nodes, and where one does not answer, its ranks
 count as unseen.
 
-What the agents exchange comes over the network of the job, where the store of torch asks nobody
-who he is: it is typed and bounded, and holds no command, path or variable.
+What the agents exchange is typed, so that agents of another version or job are refused. That is
+no protection: the store of torch authenticates nobody and unpickles torch's own state.
 """
 
 # Annotations stay objects, so that reading a document evaluates no string as code.
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,11 +22,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, cluster_context
+from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, NoRendezvous, cluster_context
 from ckptctl.errors import CkptctlError, MissingExtra, OptionError, UsageError
 from ckptctl.failures.classifying import most_decisive
 from ckptctl.failures.results import Classification, Evidence
 from ckptctl.formats.own.supervision import Attempt, Decision, SectionTimes
+from ckptctl.formatting import counted
 from ckptctl.model import Count, ExitCode, Id, Positive
 from ckptctl.storage.opening import absolute_url
 from ckptctl.supervisor.child import Hang, Running, Watcher
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_VERSION = 1
+_VERSION = 2
 _POLL_S = 0.2
 _END_S = 300.0
 """How long the other nodes may take to end their ranks and to read their logs after a failure."""
@@ -64,14 +66,13 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What an agent is about to do; agents with another job do not start together."""
+    """What an agent is about to do; agents with another `job` do not start together."""
 
-    version: int
     node: str
     n_ranks: Count
-    roots: tuple[str, ...]
-    budget: tuple[int, ...]
-    script: str
+    n_attempts: Count
+    """The attempts that it has taken part in."""
+    job: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,14 @@ class _NodeEnd:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What follows; without a decision nothing was started."""
+    """What follows; without a decision nothing was started, on the `refused` nodes or on all."""
 
     reason: str
     exit_code: ExitCode
     decision: Decision | None = None
     attempt: Attempt | None = None
     next_command: str | None = None
+    refused: tuple[Count, ...] = ()
 
 
 class _NodesChanged(Exception):
@@ -169,8 +171,6 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def _run(launch: "Launch", job: SupervisedJob) -> Supervised:
-    from ckptctl.distributed.elastic import NoRendezvous
-
     with job.signals.listening(), ExitStack() as stack:
         agent = _Agent(launch, job)
         stack.callback(agent.close)
@@ -203,6 +203,7 @@ class _Agent(Watcher):
         self._step: int | None = None
         self._names: Sequence[str] = ()
         self._recalled = False
+        self._starts_by_s: float | None = None
 
     def close(self) -> None:
         """Give up the state, where this agent holds it."""
@@ -221,15 +222,31 @@ class _Agent(Watcher):
             try:
                 outcome = self._lead() if self._round.rank == 0 else self._follow()
             except _NodesChanged as change:
-                self._job.tell(f"{change}: the nodes meet again")
+                self._check_starts(change)
+                continue
+            if outcome.refused and self._round.rank not in outcome.refused:
+                self._job.tell(f"{outcome.reason}: the nodes meet again without it")
                 continue
             if outcome.decision is Decision.RESTART:
                 self._leave_if_asked()
                 continue
-            self._part()
+            if not outcome.refused:
+                self._part()
             if outcome.decision is None:
                 raise NotStarted(outcome.exit_code, outcome.reason, outcome.next_command)
             return Conclusion(outcome.decision, outcome.reason, outcome.exit_code)
+
+    def _check_starts(self, change: _NodesChanged) -> None:
+        """Raise `NoRendezvous` where the nodes meet again and again, and start no attempt."""
+        limit_s, now_s = self._launch.time_s("join_timeout"), time.monotonic()
+        if self._starts_by_s is None:
+            self._starts_by_s = now_s + limit_s
+            self._job.tell(f"{change}: the nodes meet again")
+        if now_s > self._starts_by_s:
+            raise NoRendezvous(
+                f"the nodes do not stay together until an attempt starts, for {limit_s} s; their "
+                "clocks must agree within the keep-alive"
+            )
 
     # The meeting
 
@@ -251,14 +268,11 @@ class _Agent(Watcher):
     def _about(self) -> _Node:
         roots, options = self._job.all_roots, self._job.options
         budget = options.budget
-        return _Node(
-            _VERSION,
-            self._node,
-            self._launch.n_ranks,
-            (*roots.urls, *roots.optional, options.state or ""),
-            (budget.max_restarts, budget.max_free_restarts, *sorted(budget.no_restart)),
-            self._launch.script,
-        )
+        places = (*roots.urls, *roots.optional, *filter(None, [options.state]))
+        limits = (budget.max_restarts, budget.max_free_restarts, *sorted(budget.no_restart))
+        job = (_VERSION, self._launch.script, *limits, *map(absolute_url, places))
+        n_attempts = len(self._job.attempts)
+        return _Node(self._node, self._launch.n_ranks, n_attempts, tuple(map(str, job)))
 
     def _leave_if_asked(self) -> None:
         asked = self._job.signals.asked
@@ -271,7 +285,8 @@ class _Agent(Watcher):
             for key in keys:
                 if self._round.get(key) is not None:
                     return key
-            if leaves:
+            if leaves and self._job.signals.asked is not None:
+                self._round.count("asked")
                 self._leave_if_asked()
             if rank not in self._members.present():
                 raise _NodesChanged(f"{self._names_of([rank])} is gone")
@@ -297,8 +312,6 @@ class _Agent(Watcher):
 
     def _part(self) -> None:
         """Wait until all have read the outcome: one of the agents serves the store."""
-        from ckptctl.distributed.elastic import NoRendezvous
-
         until_s = time.monotonic() + _PART_S
         with suppress(NoRendezvous):
             n_parted = self._round.count("parted")
@@ -311,6 +324,7 @@ class _Agent(Watcher):
 
     def _lead(self) -> _Outcome:
         """Start an attempt on all nodes, decide what follows, and publish it."""
+        self._check_size()
         try:
             outcome = self._led()
         except NotStarted as stop:
@@ -325,14 +339,17 @@ class _Agent(Watcher):
     def _publish(self, outcome: _Outcome) -> None:
         if self._job.signals.asked is not None:
             self._release()  # before the one that leads next takes it
-        self._round.put("outcome", msgspec.json.encode(outcome))
+        with suppress(NoRendezvous):  # what the root holds is true on this node all the same
+            self._round.put("outcome", msgspec.json.encode(outcome))
 
     def _led(self) -> _Outcome:
         job, others = self._job, range(1, self._round.size)
         for rank in others:
             self._await(rank, f"node/{rank}")
         nodes = [self._read(f"node/{rank}", _Node) for rank in range(self._round.size)]
-        _check_same(nodes)
+        differing = _differing(nodes)
+        if differing is not None:
+            return differing
         names = self._names = [node.node for node in nodes]
         if self._held is None:
             seen = job.prepare()
@@ -341,9 +358,11 @@ class _Agent(Watcher):
         if job.attempts:
             job.signals.pause(job.pause_s(held))
         asked = job.signals.asked
-        if asked is not None:
-            decision = Decision.RESTART if self._goes_on_with(len(others)) else Decision.STOPPED
-            return _Outcome("a signal asked for it", 128 + asked, decision)
+        n_asked = (asked is not None) + int(self._round.get("asked") or b"0")
+        if n_asked:
+            goes_on = self._goes_on_with(len(nodes) - n_asked)
+            decision = Decision.RESTART if goes_on else Decision.STOPPED
+            return _Outcome("a signal asked for it", 128 + (asked or signal.SIGTERM), decision)
         job.nodes = Nodes(replace(job.options.nodes, nodes=names), job.command, job.tell)
         world_size = sum(node.n_ranks for node in nodes)
         plan = AttemptPlan([], {}, ",".join(names), world_size, tuple(names))
@@ -363,11 +382,17 @@ class _Agent(Watcher):
         self._step = last.step
         return _Outcome(conclusion.reason, conclusion.exit_code, conclusion.decision, last)
 
+    def _check_size(self) -> None:
+        # Torch takes a node whose keep-alive is late out of a meeting that is complete.
+        if not self._goes_on_with(self._round.size):
+            raise _NodesChanged(f"{counted(self._round.size, 'node')} of --nnodes came")
+
     def _goes_on_with(self, n_nodes: int) -> bool:
         return n_nodes >= max(1, self._launch.rendezvous.min_nodes)
 
     def _follow(self) -> _Outcome:
         """Run the ranks of this node as agent 0 states it."""
+        self._check_size()
         if self._await(0, "start", "outcome", leaves=True) == "start":
             start = self._read("start", _Start)
             self._names = start.nodes
@@ -393,6 +418,7 @@ class _Agent(Watcher):
         command = self._launch.command(start.address, meeting.rank, meeting.size)
         plan = plan._replace(command=command)
         variables = {RESTART_COUNT: str(start.restarts), ATTEMPT: name, MARKER: marker}
+        self._starts_by_s = None
         runner = job.runner(*watchers, self._hangs, self)
         end = self._node_end(runner.run(start.number, plan, variables, start.about))
         meeting.put(f"end/{meeting.rank}", msgspec.json.encode(end))
@@ -468,8 +494,6 @@ class _Agent(Watcher):
 
         Evidence of them is collected where an agent that sees a hang asks for it.
         """
-        from ckptctl.distributed.elastic import NoRendezvous
-
         try:
             self._stop = self._stopped_by(running, now_s)
         except NoRendezvous as error:
@@ -500,8 +524,6 @@ class _Agent(Watcher):
 
     def _collect(self, _variables: Mapping[str, str], own: NodeDocument) -> list[NodeDocument]:
         """The evidence of the ranks of all other nodes, as far as they answer."""
-        from ckptctl.distributed.elastic import NoRendezvous
-
         meeting, number = self._round, self._n_collected
         missing = {*range(meeting.size)} - {meeting.rank}
         answers: list[NodeDocument] = []
@@ -520,20 +542,37 @@ class _Agent(Watcher):
         return answers
 
 
-def _check_same(nodes: Sequence[_Node]) -> None:
-    """Raise `UsageError` where the agents that met are not those of one job, one on each node."""
-    first, names = nodes[0], [node.node for node in nodes]
-    for node in nodes:
-        if names.count(node.node) > 1:
-            raise UsageError(
+def _differing(nodes: Sequence[_Node]) -> _Outcome | None:
+    """Why these agents do not start a job together; None where they are those of one job.
+
+    Where agents have run the job before, only those are refused that are not of it: one that was
+    started by mistake must not end a job that runs.
+    """
+    by_age = sorted(enumerate(nodes), key=lambda item: -item[1].n_attempts)
+    _, oldest = by_age[0]
+    names: set[str] = set()
+    refused: list[int] = []
+    reason = ""
+    for rank, node in by_age:
+        if node.job != oldest.job:
+            reason = (
+                f"{node.node} and {oldest.node} start different jobs: the roots, the budget, the "
+                "script and the version of ckptctl must be the same on all nodes"
+            )
+        elif node.node in names:
+            reason = (
                 f"two agents of this job run on {node.node}, and each node has one; NODE_NAME "
                 "names a node otherwise"
             )
-        if replace(node, node=first.node, n_ranks=first.n_ranks) != first:
-            raise UsageError(
-                f"{node.node} and {first.node} start different jobs: the roots, the budget, the "
-                "script and the version of ckptctl must be the same on all nodes"
-            )
+        else:
+            names.add(node.node)
+            continue
+        refused.append(rank)
+    if not refused:
+        return None
+    return _Outcome(
+        reason, UsageError.exit_code, refused=tuple(refused) if oldest.n_attempts else ()
+    )
 
 
 _JOINS = Hang("another node joins")

@@ -237,7 +237,7 @@ def decide(
         failure = None if ended.cause is None else ended.cause.failure
         return stopped_by_scheduler(failure, ended.stopped, code)
     if ended.by_itself:
-        if code == 0:
+        if code == 0 and not ended.lost_node:
             return Conclusion(Decision.DONE, "the command succeeded", 0, free=True)
         if code in options.no_restart:
             return Conclusion(Decision.NEVER, _reason_of(code), code)

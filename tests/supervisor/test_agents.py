@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,14 @@ class Agents:
     def root(self) -> Path:
         return self.folder / "ckpt"
 
-    def start(self, node: str, *options: str, address: str = "127.0.0.1", host: str = FIRST):
+    def start(
+        self,
+        node: str,
+        *options: str,
+        address: str = "127.0.0.1",
+        host: str = FIRST,
+        folder: Path | None = None,
+    ):
         (self.folder / f"{node}.txt").touch()
         serves = "true" if node == host else "false"
         command = [
@@ -58,6 +66,7 @@ class Agents:
                 [str(word) for word in command],
                 stdout=out,
                 stderr=out,
+                cwd=folder,
                 env=clean_environment(
                     NODE_NAME=node,
                     OMP_NUM_THREADS="1",
@@ -246,7 +255,49 @@ def test_two_agents_on_one_node_and_two_jobs_in_one_rendezvous_are_refused(agent
     assert agents.codes() == [2, 2, 2]
     assert "start different jobs" in agents.text(FIRST)
     assert "start different jobs" in agents.text(SECOND)
+    for node in (FIRST, SECOND):
+        (agents.folder / f"at-{node}").mkdir()
+        agents.start(node, "--root", "same", folder=agents.folder / f"at-{node}")
+    assert agents.codes() == [2, 2, 2], "one name, and two folders"
     assert not agents.root.exists()
+
+
+def test_a_wrong_agent_that_comes_later_ends_alone_and_the_job_goes_on(agents: Agents):
+    agents.nnodes, agents.job = "1:2", ("100000", "none")
+    agents.start(SECOND, address="127.0.0.2", host=SECOND)
+    wait_until((agents.root / "step_2").exists, what="a step")
+    # Its address is the lower one: it would lead.
+    agents.start(FIRST, "--root", str(agents.folder / "other"), host=SECOND)
+    assert agents.started[FIRST].wait() == 2
+    assert "start different jobs" in agents.text(FIRST)
+    agents.wait_for("resumed from step", SECOND)
+    agents.started[SECOND].terminate()
+    assert agents.started[SECOND].wait() == 143
+    joined, _ = agents.attempts(SECOND)
+    assert (joined["free"], joined["decision"]) == (True, "restart")
+
+
+def test_a_signal_between_two_attempts_takes_a_node_out_at_no_cost(agents: Agents):
+    agents.nnodes, agents.job = "1:2", ("10", "raise:4:3 none")
+    agents.options = ("--backoff", "20")
+    for node in (FIRST, SECOND):
+        agents.start(node)
+    agents.wait_for("attempt 1 ended", SECOND)
+    time.sleep(8)  # they have met again, and wait for the second attempt
+    agents.started[SECOND].terminate()
+    assert agents.codes() == [0, 143]
+    failed, done = agents.attempts()
+    assert (failed["world_size"], failed["free"]) == (4, False)
+    assert (done["world_size"], done["decision"]) == (2, "done")
+
+
+def test_torchrun_starts_no_rank_where_its_agent_is_killed_before_it_runs(agents: Agents):
+    agents.nnodes, agents.job = "1", ("10", "none")
+    agents.start(FIRST)
+    agents.wait_for("attempt 1 started")
+    agents.started[FIRST].kill()
+    wait_until(lambda: not processes_with(str(agents.folder)), what="the end of torchrun")
+    assert "resumed" not in agents.text(FIRST)
 
 
 def test_arguments_that_no_agent_can_have_end_with_2(tmp_path: Path):
@@ -256,6 +307,8 @@ def test_arguments_that_no_agent_can_have_end_with_2(tmp_path: Path):
         (["--standalone", "train.py"], "c10d"),
         (["--max-restarts", "3", "--rdzv-endpoint", "a:1", "train.py"], "before the --"),
         (["--nnodes", "x", "--rdzv-endpoint", "a:1", "train.py"], "invalid literal"),
+        (["--rdzv-conf", "join_timeout=x", "--rdzv-endpoint", "a:1", "train.py"], "invalid"),
+        (["--rdzv-conf", "read_timeout=0", "--rdzv-endpoint", "a:1", "train.py"], "1 or more"),
     ):
         done = run_ckptctl("run", "--root", tmp_path, "--torchrun", "--", *words)
         assert (done.returncode, what in done.stderr) == (2, True), done.stderr

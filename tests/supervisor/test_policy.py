@@ -69,6 +69,12 @@ def test_a_failure_costs_a_restart_and_says_how_many_are_left():
     assert found.reason == "2 of 3 restarts left without a newer step"
 
 
+def test_an_attempt_that_lost_a_node_is_not_done_whatever_the_other_nodes_end_with():
+    lost = Classification.stated("infra-node", "the agent on b is gone", "high", ["b"])
+    found = after(code=0, cause=lost, lost_node=True)
+    assert outcome(found) == (Decision.RESTART, 0, False)
+
+
 def test_an_asked_end_is_the_last_whatever_its_code():
     for code in (0, 1, 17):
         assert outcome(after(code=code, asked=True)) == (Decision.STOPPED, code, True)
