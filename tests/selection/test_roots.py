@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import ckptctl
 from ckptctl.errors import PathNotFound, StorageUnavailable, UsageError
@@ -37,6 +36,7 @@ def test_a_checkpoint_file_that_names_no_step_is_no_fresh_run(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["step-24", "checkpoint-24", "global_step24", "24"])
 def test_a_file_that_is_named_as_the_folder_of_a_step_is_refused_as_a_file(tmp_path, name):
+    torch = pytest.importorskip("torch")
     file = tmp_path / name
     torch.save({"model": {"w": torch.ones(4, 4)}, "step": 24}, file)
     for command in (ckptctl.verify, ckptctl.show, ckptctl.seal):
