@@ -255,20 +255,14 @@ class Search:
         them is chosen, and of up to `MAX_UNCONFIRMED` sound ones every byte might be read.
         """
         for copies, older in by_number(candidates):
-            n_before = len(self.passed_over), len(self.no_steps)
-            for inspect in (self.listed, self.inspect):
-                # What the listing showed of the copies is replaced by what their inspection shows.
-                del self.passed_over[n_before[0] :], self.no_steps[n_before[1] :], self.unknown[:]
-                if not self.try_copies(copies, older, inspect=inspect) or self.chosen is None:
-                    break
-                if not self._is_confirmed(self.chosen, copies):
-                    over = PassedOver(self.chosen, "nothing confirms it", NoStepReason.UNCONFIRMED)
-                    self.passed_over.append(over)
-                    self.n_unconfirmed += 1
-                    break
-            else:
-                self.n_unconfirmed = 0
-                return True
+            inspect = self.inspect if self._may_be_confirmed(copies) else self.listed
+            if self.try_copies(copies, older, inspect=inspect) and self.chosen is not None:
+                if self._is_confirmed(self.chosen, copies):
+                    self.n_unconfirmed = 0
+                    return True
+                over = PassedOver(self.chosen, "nothing confirms it", NoStepReason.UNCONFIRMED)
+                self.passed_over.append(over)
+                self.n_unconfirmed += 1
             self.chosen = self.chosen_candidate = None
             if self.unknown:
                 self.stopped = NoStepReason.NOT_INSPECTED
@@ -278,6 +272,14 @@ class Search:
                 break
         self.passed_over, self.no_steps = [], []
         return False
+
+    def _may_be_confirmed(self, copies: Sequence[Candidate]) -> bool:
+        """Whether a copy of a step is confirmed, and sound as far as its listing shows."""
+        reports = (self.listed(copy, Level.LISTING) for copy in copies)
+        return any(
+            report.has_finding("step.confirmed") and refusal(report, self.policy) is None
+            for report in reports
+        )
 
     def _is_confirmed(self, chosen: Report, copies: Sequence[Candidate]) -> bool:
         """Whether a step is confirmed; any copy of its save counts."""
