@@ -53,6 +53,7 @@ from torch.distributed.run import (
 
 import ckptctl
 from ckptctl.distributed.launcher import NoRendezvous
+from ckptctl.distributed.process_group import OWN_STORE
 from ckptctl.errors import Unknown, UsageError, guarded
 from ckptctl.starting import python_command
 from ckptctl.storage.waiting import start_daemon
@@ -73,7 +74,6 @@ _TIMES = {
 """The times of a rendezvous, in seconds, and how many keep-alives may be missing."""
 _SHUTDOWN_S = "30"
 """How long torchrun lets its ranks end after a signal. Source: `LaunchConfig.shutdown_timeout`."""
-_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _PROGRAM = f"import sys; sys.path.append({{path!r}}); from {__name__} import main; main()"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -185,7 +185,7 @@ class Members:
         self._number = 0
         self._lost = ""
         # This one is for the supervisors alone; torch would make another store for their ranks.
-        os.environ[_OWN_STORE] = "1"
+        os.environ[OWN_STORE] = "1"
 
     def ask(self, question: Callable[[], T]) -> T:
         """The answer of the rendezvous or its store within `read_timeout`.

@@ -313,8 +313,8 @@ def _raise(error: CkptctlError) -> None:
     raise error
 
 
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-"""Gives each attempt of torchrun (2.13) a store of its own, in place of one for all of them."""
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""At 1 each attempt of torchrun (2.13) has a store of its own, in place of one for all of them."""
 
 
 def ranks_lost(error: BaseException) -> RanksLost:
@@ -325,7 +325,7 @@ def ranks_lost(error: BaseException) -> RanksLost:
         return RanksLost(
             "the ranks do not reach each other after a restart by torchrun, whose store still "
             f"holds the addresses of the attempt before ({first[:200]})",
-            next_command=f"{OWN_STORE} torchrun ...",
+            next_command=f"{OWN_STORE}=1 torchrun ...",
         )
     return RanksLost(
         f"a rank of this job has ended, or did not answer in time ({first[:200]})",

@@ -296,7 +296,7 @@ class DrillJob:
     def processes(self) -> list[Process]:
         """The living processes of the job."""
         state = self.state()
-        return marked(marker_of(state, str(self.root))) if state else []
+        return marked(marker_of(state["run"], str(self.root))) if state else []
 
     def ranks(self) -> Mapping[int, Rank]:
         """The process of each rank; the oldest process alone where no launcher started ranks."""

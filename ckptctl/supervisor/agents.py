@@ -32,7 +32,7 @@ from ckptctl.model import Count, ExitCode, Id, Positive
 from ckptctl.storage.opening import absolute_url
 from ckptctl.supervisor.child import Hang, Running, Watcher
 from ckptctl.supervisor.hangs import HangWatcher
-from ckptctl.supervisor.holding import HeldState, end_left_behind
+from ckptctl.supervisor.holding import HeldState, end_left_behind, marker_of
 from ckptctl.supervisor.node_evidence import ANSWER_S, NodeDocument, documents_in, line_of
 from ckptctl.supervisor.nodes import AttemptPlan, Nodes
 from ckptctl.supervisor.options import RunOptions
@@ -165,9 +165,11 @@ def _quiet_torch() -> Iterator[None]:
     """
     before = os.environ.get(_TORCH_LOG_LEVEL)
     os.environ.setdefault(_TORCH_LOG_LEVEL, "FATAL")
-    yield
-    if before is None:
-        del os.environ[_TORCH_LOG_LEVEL]
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TORCH_LOG_LEVEL]
 
 
 def _run(launch: "Launch", job: SupervisedJob) -> Supervised:
@@ -410,7 +412,7 @@ class _Agent(Watcher):
             self._recalled = True
             job.sections.recall(start.sections)
         name = f"{start.run}/{start.number}"
-        marker = f"{start.run}@{absolute_url(job.roots.url)}@{self._node}"
+        marker = f"{marker_of(start.run, job.roots.url)}@{self._node}"
         end_left_behind(marker, job.tell)
         # It is reset once, whichever agent leads later.
         budget = replace(job.options.budget, reset_budget=None)

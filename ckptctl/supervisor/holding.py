@@ -292,7 +292,7 @@ class HeldState(Watcher):
 
     def marker(self) -> str:
         """The value that marks the processes of this job."""
-        return marker_of(self.state, self.state["root"])
+        return marker_of(self.state["run"], self.state["root"])
 
     def save(self, state: SupervisorDocument) -> None:
         """Make this the state, and wait a moment until it is written; a warning where it is not."""
@@ -397,9 +397,9 @@ class HeldState(Watcher):
         return owner is not None and owner["id"] == self._owner
 
 
-def marker_of(state: SupervisorDocument, root: str) -> str:
+def marker_of(run: str, root: str) -> str:
     """The value that marks the processes of a job: its run, and the root that it trains in."""
-    return f"{state['run']}@{absolute_url(root)}"
+    return f"{run}@{absolute_url(root)}"
 
 
 def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> HeldState | None:
@@ -419,7 +419,7 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
             return None
         # The holder may have called the root by another name.
         left_in = state["root"] if _is_same_root(state["root"], root) else root
-        n_ended = end_left_behind(marker_of(state, left_in), tell)
+        n_ended = end_left_behind(marker_of(state["run"], left_in), tell)
         state = _owned(_closed(state, n_ended), os.urandom(16).hex(), root, reset)
         try:
             revisions.write(number + 1, state)
