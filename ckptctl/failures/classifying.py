@@ -348,11 +348,11 @@ def most_decisive(classifications: Sequence[Classification]) -> Classification:
     """
     every = [
         evidence
-        for each in classifications
-        for evidence in (*each.evidence, *each.consequences, *each.others)
+        for found in classifications
+        for evidence in (*found.evidence, *found.consequences, *found.others)
     ]
     decisive = decide(every).decisive
-    same = (each for each in classifications if decisive in each.evidence[:1])
+    same = (found for found in classifications if decisive in found.evidence[:1])
     return next(same, classifications[0])
 
 

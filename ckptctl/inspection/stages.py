@@ -267,7 +267,7 @@ def _check_structure(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
 def whole(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the families of files with each other and with those of the steps beside."""
     lost: list[Finding] = []
-    if not _has_fault(context.findings):
+    if not context.faults:
         lost = [*check_owners(opened, context.requirements.owners)]
         yield from lost
     n_ranks = context.requirements.saved_world_size

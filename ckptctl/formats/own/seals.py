@@ -190,10 +190,9 @@ class Seal:
     @property
     def kind(self) -> str:
         """The algorithm, and what else: `xxh3-128`, `sha256 with a key and a signature`."""
-        proofs = ["a key"] * (self.hmac is not None) + ["a signature"] * (
-            self.signature is not None
-        )
-        return " with ".join([self.algorithm.value, *filter(None, [" and ".join(proofs)])])
+        proofs = {"a key": self.hmac, "a signature": self.signature}
+        held = " and ".join(name for name, proof in proofs.items() if proof is not None)
+        return f"{self.algorithm.value} with {held}" if held else self.algorithm.value
 
 
 def seal_bytes(seal: Seal, key: bytes | None, signing_key: bytes | None = None) -> bytes:
