@@ -125,13 +125,13 @@ def confirm(job: Job, token: Token, resumed: Report, reason: str) -> None:
     for store in job.stores.values():
         if not _lies_in(store, resumed):
             continue
-        named = next((s for s in list_root(store).steps if s.name == base_name(resumed.url)), None)
-        report = None if named is None else inspect_listed(store, named).report
-        if report is None or report.digests != resumed.digests or not resumed.digests:
-            return
-        if not report.has_finding("step.confirmed"):
-            held = Held(job.store, token)
-            held.mark(store, base_name(resumed.url), report, MarkKind.CONFIRMED, reason=reason)
+        name = base_name(resumed.url)
+        for named in list_root(store).steps:
+            if named.name != name:
+                continue
+            report = inspect_listed(store, named).report
+            if resumed.is_same_save(report) and not report.has_finding("step.confirmed"):
+                Held(job.store, token).mark(store, name, report, MarkKind.CONFIRMED, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

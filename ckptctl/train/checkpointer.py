@@ -441,12 +441,14 @@ class Checkpointer:
         reason = (
             f"{n_steps:,} steps after a resume from it, step {step} was saved; all losses finite"
         )
+        why_not = "" if went_well else "no loss was given to note or save"
         try:
-            if went_well is None:
-                raise UsageError("no loss was given to note or save")
-            confirm(self._job, attempt.token, resumed, reason)
+            if went_well:
+                confirm(self._job, attempt.token, resumed, reason)
         except CkptctlError as error:
-            self._job.tell(f"note: step {resumed.number} is not confirmed: {error.message}")
+            why_not = error.message
+        if why_not:
+            self._job.tell(f"note: step {resumed.number} is not confirmed: {why_not}")
 
     def _retain(self, attempt: RankAttempt, step: int, keep: int) -> None:
         """Remove the steps that are older than those to keep, in a thread.
