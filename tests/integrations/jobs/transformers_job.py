@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import accelerate
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from job_options import die, job_options
+from job_options import job_options
 from torch.distributed.fsdp import FSDPModule
+from trainer_runs import callbacks_of, run_training
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -18,27 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ckptctl import CkptctlError
-from ckptctl.integrations.transformers import CkptctlCallback, RecordOptions, resolve
-
 options = job_options()
-
-
-class Killed(TrainerCallback):
-    """SIGKILL on every rank at a step."""
-
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step == options.kill_at:
-            die()
-
-
-class Damaged(TrainerCallback):
-    """Other weights than those of the checkpoint."""
-
-    def on_train_begin(self, args, state, control, model, **_):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
 
 
 class Summed(TrainerCallback):
@@ -86,20 +65,6 @@ trainer = Trainer(
     model=GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2)),
     args=arguments,
     train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-    callbacks=[
-        CkptctlCallback(RecordOptions(verdict_after=8, stop=options.stop)),
-        *([Summed()] if options.sharded else []),
-        *([Killed()] if options.kill_at else []),
-    ],
+    callbacks=[*callbacks_of(options), *([Summed()] if options.sharded else [])],
 )
-try:
-    path = resolve("auto", options.root)
-    if options.wrong:
-        trainer.add_callback(Damaged())
-    trainer.train(resume_from_checkpoint=path)
-    torch.distributed.destroy_process_group()
-except CkptctlError as error:
-    print(f"error: {error}", file=sys.stderr)
-    if options.stop:  # on every rank: torchrun ends the others once one has left
-        torch.distributed.barrier()
-    sys.exit(error.exit_code)
+run_training(trainer, options)

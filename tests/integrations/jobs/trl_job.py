@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from datasets import Dataset
-from job_options import die, job_options
+from job_options import job_options
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trainer_runs import callbacks_of, run_training
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from ckptctl import CkptctlError
-from ckptctl.integrations.transformers import CkptctlCallback, RecordOptions, resolve
-
 options = job_options()
-
-
-class Killed(TrainerCallback):
-    """SIGKILL on every rank at a step."""
-
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step == options.kill_at:
-            die()
-
-
-class Damaged(TrainerCallback):
-    """Other weights than those of the checkpoint and of the base model."""
-
-    def on_train_begin(self, args, state, control, model, **_):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
 
 
 words = ["<pad>", "<eos>", *(f"w{number}" for number in range(62))]
@@ -88,19 +67,6 @@ trainer = kind(
     ),
     processing_class=tokenizer,
     peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    callbacks=[
-        CkptctlCallback(RecordOptions(verdict_after=8, stop=options.stop)),
-        *([Killed()] if options.kill_at else []),
-    ],
+    callbacks=callbacks_of(options),
 )
-try:
-    path = resolve("auto", options.root)
-    if options.wrong:
-        trainer.add_callback(Damaged())
-    trainer.train(resume_from_checkpoint=path)
-    torch.distributed.destroy_process_group()
-except CkptctlError as error:
-    print(f"error: {error}", file=sys.stderr)
-    if options.stop:  # on every rank: torchrun ends the others once one has left
-        torch.distributed.barrier()
-    sys.exit(error.exit_code)
+run_training(trainer, options)
