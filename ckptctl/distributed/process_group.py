@@ -8,7 +8,9 @@ single process is a group of one, which needs neither torch nor a network.
 from __future__ import annotations
 
 import os
+import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from ckptctl.options import JOB_TIMEOUT_S
 from ckptctl.outside_numbers import whole
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import Store
 
@@ -40,6 +43,13 @@ BACKEND = "gloo"
 _MEET_EVERY_S = 1.0
 _BEFORE_S = 10.0
 """How long a store of an earlier command of the same job step may still answer."""
+_ended: deque[dist.Work] = deque(maxlen=8)
+"""The last collectives, which nothing else holds.
+
+A thread of gloo lets go of a collective soon after its end. Where it is the last that holds it, it
+frees the tensors, for which it needs the GIL, and in a process that ends meanwhile it ends with
+SIGABRT instead. Source: torch 2.13, `ProcessGroupGloo::runLoop`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +141,31 @@ class ProcessGroup:
         """The value of every rank, by rank, on every rank."""
         if self.size == 1:
             return (value,)
+        import torch
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.size
-        self._communicate(lambda: dist.all_gather_object(found, value, group=self.handle))
-        return tuple(found)
+        own = self._packed(value)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=self._device)
+        size = torch.tensor([len(own)], device=self._device)
+        self._communicate(
+            lambda: dist.all_gather(
+                [*sizes.view(self.size, 1).unbind()], size, self.handle, async_op=True
+            )
+        )
+        n_bytes = sizes.tolist()
+        most = max(n_bytes)
+        padded = torch.nn.functional.pad(own, (0, most - len(own)))
+        found = torch.empty(self.size, most, dtype=torch.uint8, device=self._device)
+        self._communicate(
+            lambda: dist.all_gather([*found.unbind()], padded, self.handle, async_op=True)
+        )
+        return tuple(map(_unpacked, found.unbind(), n_bytes))
+
+    def _packed(self, value: object) -> torch.Tensor:
+        import torch
+
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return packed.to(self._device)
 
     def from_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; its result, or its error, on every rank."""
@@ -144,12 +174,23 @@ class ProcessGroup:
     def from_first_keeping(self, act: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
         """As `from_first`, and what rank 0 keeps for itself: `act` returns both."""
         own: RankOutcome[tuple[T, K]] = RankOutcome.of(act) if self.is_first else RankOutcome()
-        shared = [_without_kept(own)]
+        shared = _without_kept(own)
         if self.size > 1:
-            import torch.distributed as dist
+            shared = self._broadcast(shared)
+        return own.get() if self.is_first else shared.get()
 
-            self._communicate(lambda: dist.broadcast_object_list(shared, group=self.handle, src=0))
-        return own.get() if self.is_first else shared[0].get()
+    def _broadcast(self, value: T) -> T:
+        """The value of rank 0, on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        data = self._packed(value)
+        size = torch.tensor([len(data)], device=self._device)
+        self._communicate(lambda: dist.broadcast(size, 0, self.handle, async_op=True))
+        if not self.is_first:
+            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        self._communicate(lambda: dist.broadcast(data, 0, self.handle, async_op=True))
+        return _unpacked(data, len(data)) if not self.is_first else value
 
     def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:
         """Call `act` on every rank; the results by rank, or the first rank's error, on all."""
@@ -182,7 +223,7 @@ class ProcessGroup:
             return self._received(source, sizes[source]) if sizes[source] else None
         others = [rank for rank, one in enumerate(sources) if one == source != rank]
         if data and others:
-            self._communicate(partial(self._send, data, others))
+            self._send(data, others)
         return data
 
     def _send(self, data: bytes, ranks: Sequence[int]) -> None:
@@ -192,14 +233,14 @@ class ProcessGroup:
         # A bytearray, because torch warns of tensors over memory that must not be written to.
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         for rank in ranks:
-            dist.send(sent, rank, group=self.handle)
+            self._communicate(partial(dist.isend, sent, rank, self.handle))
 
     def _received(self, source: int, n_bytes: int) -> bytes:
         import torch
         import torch.distributed as dist
 
         received = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
-        self._communicate(lambda: dist.recv(received, source, group=self.handle))
+        self._communicate(lambda: dist.irecv(received, source, self.handle))
         return bytes(received.cpu().numpy().data)
 
     def most(self, *numbers: int) -> tuple[int, ...]:
@@ -218,7 +259,7 @@ class ProcessGroup:
 
         totals = torch.tensor(numbers, device=self._device)
         reduction = getattr(dist.ReduceOp, operation)
-        self._communicate(lambda: dist.all_reduce(totals, reduction, group=self.handle))
+        self._communicate(lambda: dist.all_reduce(totals, reduction, self.handle, async_op=True))
         return tuple(totals.tolist())
 
     def dcp_arguments(self, call: Callable[..., object]) -> dict[str, Any]:
@@ -302,11 +343,19 @@ class ProcessGroup:
             self._on_progress(done, total)
         return n_done, n_failed
 
-    def _communicate(self, act: Callable[[], object]) -> None:
+    def _communicate(self, start: Callable[[], dist.Work | None]) -> None:
+        """Start a collective, which is None on a rank that is not in the group, and await it."""
         try:
-            act()
+            work = start()
+            if work is not None:
+                work.wait()
+                _ended.append(work)
         except RuntimeError as error:  # torch raises these for a lost peer and for a timeout
             raise ranks_lost(error) from error
+
+
+def _unpacked(data: torch.Tensor, n_bytes: int) -> Any:
+    return pickle.loads(data[:n_bytes].cpu().numpy().data)  # noqa: S301 - from a rank of this job
 
 
 def _raise(error: CkptctlError) -> None:

@@ -338,3 +338,10 @@ def test_ranks_that_do_not_meet_after_a_restart_by_torchrun_need_a_store_of_thei
     lost = ranks_lost(RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] refused"))
     assert named in (lost.next_command or "")
     assert ("store" in lost.message) is (restarts != "0")
+
+
+@pytest.mark.torch
+def test_a_rank_that_ends_right_after_a_collective_ends_with_its_own_exit_code(tmp_path: Path):
+    program = Path(__file__).with_name("ending_ranks.py")
+    result = run_program(sys.executable, program, tmp_path, 15)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr

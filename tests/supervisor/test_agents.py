@@ -20,6 +20,7 @@ from supervised_root import processes_with, states
 
 HERE = Path(__file__).parent
 FIRST, SECOND = "node-1", "node-2"
+KEPT_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=8"
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -57,7 +58,7 @@ class Agents:
             *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", address),
             *(
                 "--rdzv-conf",
-                f"is_host={serves},keep_alive_interval=1,last_call_timeout=20{self.conf}",
+                f"is_host={serves},{KEPT_ALIVE},last_call_timeout=20{self.conf}",
             ),
             *(HERE / "agents_job.py", self.root, *self.job, "--nnodes", "9"),
         ]
@@ -163,7 +164,8 @@ def test_the_job_goes_on_with_the_nodes_that_are_left(agents: Agents, number: in
     agents.started[SECOND].send_signal(number)
     left, gone = agents.codes()
     assert (left, gone) == (0, -9 if number == signal.SIGKILL else 143)
-    first, second = agents.attempts()
+    first, second, *others = agents.attempts()
+    assert not others, agents.text(FIRST) + agents.text(SECOND)
     assert (first["world_size"], second["world_size"]) == (4, 2)
     assert (second["decision"], second["step"]) == ("done", 60)
     if number == signal.SIGTERM:
