@@ -17,6 +17,7 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import (
+    KeptBytes,
     Member,
     Readable,
     RecordDirectory,
@@ -226,7 +227,7 @@ def check_parts(
     tensor is compared with the metadata, for a record that `structure` cannot read.
     """
     in_order = sorted(parts, key=lambda part: part.start)
-    kept = _Kept([piece for part in in_order for piece in part.kept])
+    kept = KeptBytes([piece for part in in_order for piece in part.kept])
     if kept.get(directory.length - len(tail), directory.length) not in (tail, None):
         return Checked(unreadable="its end changed while it was read")
     checked = _checked(directory, kept, _joined(directory, in_order, kept))
@@ -254,29 +255,7 @@ def _fitting(checked: Checked, directory: RecordDirectory, kept: Readable, owner
     return checked
 
 
-class _Kept:
-    """The bytes of a record that were kept."""
-
-    def __init__(self, pieces: Sequence[tuple[int, bytes]]) -> None:
-        self._starts: list[int] = []
-        self._runs: list[bytearray] = []
-        end = -1
-        for start, data in pieces:
-            if start != end:
-                self._starts.append(start)
-                self._runs.append(bytearray())
-            self._runs[-1] += data
-            end = start + len(data)
-
-    def get(self, start: int, end: int) -> bytes | None:
-        at = bisect_right(self._starts, start) - 1
-        if at < 0 or end > self._starts[at] + len(self._runs[at]):
-            return None
-        begin = start - self._starts[at]
-        return bytes(self._runs[at][begin : begin + end - start])
-
-
-def _joined(directory: RecordDirectory, parts: Sequence[RecordPart], kept: _Kept) -> list[int]:
+def _joined(directory: RecordDirectory, parts: Sequence[RecordPart], kept: KeptBytes) -> list[int]:
     """The CRC-32 of each member."""
     of_member: dict[int, list[CrcPart]] = {}
     for part in parts:

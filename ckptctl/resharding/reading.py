@@ -26,6 +26,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import (
     LEGACY_HEAD,
     NOT_AN_ARCHIVE,
+    KeptBytes,
     Member,
     RecordDirectory,
     check_headers,
@@ -183,14 +184,7 @@ def open_flat(
     return FlatFile(store, file.path, url, state, directory, members)
 
 
-class _Read(dict[tuple[int, int], bytes]):
-    """Bytes of the file that were read, by where they begin and end; see `Readable`."""
-
-    def get(self, start: int, end: int) -> bytes | None:  # type: ignore[override]
-        return super().get((start, end))
-
-
-def _sound(store: Store, file: FileInfo) -> tuple[RecordDirectory, _Read]:
+def _sound(store: Store, file: FileInfo) -> tuple[RecordDirectory, KeptBytes]:
     """The directory, and all members but the storages; headers agree with the directory."""
     path, length = file.path, file.size
     if is_before_archives(read_range(store, path, 0, min(LEGACY_HEAD, length))):
@@ -199,9 +193,8 @@ def _sound(store: Store, file: FileInfo) -> tuple[RecordDirectory, _Read]:
     wanted: list[tuple[int, int]] = []
     for member in directory.members:
         wanted += _around(member)
-    read = _Read()
-    for span, data in store.read_spans(Span(path, at, end - at) for at, end in wanted):
-        read[span.offset, span.offset + span.length] = data
+    spans = store.read_spans(Span(path, at, end - at) for at, end in sorted(wanted))
+    read = KeptBytes((span.offset, data) for span, data in spans)
     check_headers(directory, read)
     check_texts(directory, read)
     return directory, read
@@ -216,7 +209,7 @@ def _around(member: Member) -> Iterator[tuple[int, int]]:
         yield member.start, member.end
 
 
-def _pickle(directory: RecordDirectory, read: _Read) -> bytes:
+def _pickle(directory: RecordDirectory, read: KeptBytes) -> bytes:
     data = read_member(directory, "data.pkl", read)
     if data is None:
         raise RecordUnreadable(f"its pickle has more than {MAX_PICKLE_BYTES:,} bytes")

@@ -17,7 +17,8 @@ Source: records written by torch 2.1 to 2.15; torch 2.13
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
@@ -149,6 +150,29 @@ class View(NamedTuple):
         if start >= before_tail and end <= self.length:
             return self.tail[start - before_tail : end - before_tail]
         return None
+
+
+class KeptBytes:
+    """Ranges of one record that were read, each with where it begins, in the record's order."""
+
+    def __init__(self, pieces: Iterable[tuple[int, bytes]]) -> None:
+        self._starts: list[int] = []
+        self._runs: list[bytearray] = []
+        end = -1
+        for start, data in pieces:
+            if start != end:
+                self._starts.append(start)
+                self._runs.append(bytearray())
+            self._runs[-1] += data
+            end = start + len(data)
+
+    def get(self, start: int, end: int) -> bytes | None:
+        """The bytes from `start` to `end`, None where not all of them were read."""
+        at = bisect_right(self._starts, start) - 1
+        if at < 0 or end > self._starts[at] + len(self._runs[at]):
+            return None
+        begin = start - self._starts[at]
+        return bytes(self._runs[at][begin : begin + end - start])
 
 
 def tail_needed(tail: bytes, length: int) -> int:
