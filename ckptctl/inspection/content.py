@@ -23,7 +23,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import check_sealed_bytes, comparable, proven
 from ckptctl.inspection.structure import SAYS, readable_ranges
 from ckptctl.model import FileInfo, Part, TensorEntry
-from ckptctl.records.byte_pass import BlockDigests, Limits, RecordRun, Run, read_runs
+from ckptctl.records.byte_pass import BlockDigests, Limits, Run, StretchRun, read_runs
 from ckptctl.records.content_runs import record_runs
 from ckptctl.records.not_finite import FORMS, Form, Values
 from ckptctl.records.opening import ZSTD
@@ -300,7 +300,7 @@ class SealComparison:
         sizes = {file.path: file.size for file in self._files}
         self._digests = BlockDigests(folder, sizes, seal.algorithm)
 
-    def runs(self, others: Sequence[RecordRun] = ()) -> list[Run]:
+    def runs(self, others: Sequence[StretchRun] = ()) -> list[Run]:
         """What to read: `others`, digested where they are blocks, and the blocks that are not."""
         return self._digests.runs(others)
 

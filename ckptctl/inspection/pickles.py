@@ -55,7 +55,7 @@ from ckptctl.records.opening import (
     unpack,
 )
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.reads import Reading, RecordSource, open_records
+from ckptctl.records.reads import ReadCost, RecordSource, open_records
 from ckptctl.storage.contract import Span
 
 MAX_PICKLE_BYTES = 64 << 20
@@ -219,7 +219,7 @@ class _PickleReader:
             self._note_tensors(found.value, view, number, source, where, code)
             return None
 
-        for _ in open_records(source, by_file, open_one, Reading()):
+        for _ in open_records(source, by_file, open_one, ReadCost()):
             pass
         self._read_tensors(source)
 

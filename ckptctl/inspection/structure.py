@@ -33,7 +33,7 @@ from ckptctl.records.opening import (
     is_plain_pickle,
 )
 from ckptctl.records.ranges import Owner, Ranges
-from ckptctl.records.reads import Reading, RecordSource, n_reads, open_records
+from ckptctl.records.reads import ReadCost, RecordSource, n_reads, open_records
 
 MAX_ELEMENT_BYTES = 64
 """Elements that are handed out for a wanted tensor: small enough to be a step number."""
@@ -79,7 +79,7 @@ def readable_ranges(ranges: Ranges, files: Sequence[FileInfo]) -> list[list[int]
 
 
 @dataclass(slots=True)
-class _Alike:
+class _RepeatedFinding:
     """Records of one file with findings of one code: how many, and what the first is."""
 
     n_records: int
@@ -113,7 +113,7 @@ class StructureCheck:
         self._n_without_crcs = self._n_transformed = self._n_plain = 0
         self._templates = Templates()
         self._alike_in: dict[int, Expected | None] = {}
-        self._alike: dict[tuple[int, str], _Alike] = {}
+        self._alike: dict[tuple[int, str], _RepeatedFinding] = {}
         self._by_order: dict[str, list[int]] = defaultdict(list)
         self.n_records = 0
         self.values: list[RecordValue] = []
@@ -137,7 +137,7 @@ class StructureCheck:
             self._alike[key].n_records += 1
             return
         start = self._ranges.starts[number]
-        self._alike[key] = _Alike(1, self._ranges.owner(number), start, reason)
+        self._alike[key] = _RepeatedFinding(1, self._ranges.owner(number), start, reason)
 
     def _inspect(self, number: int, view: View) -> Need | None:
         at = self._ranges.entry_number(number)
@@ -299,7 +299,7 @@ def read_structure(
     directory or pickle is long.
     """
     check = StructureCheck(source.ranges, part_path, wanted)
-    reading = Reading()
+    reading = ReadCost()
     digests: dict[str, str] = {}
 
     def take(number: int, view: View) -> Need | None:

@@ -118,7 +118,7 @@ class Stop:
         self.asked = True
 
 
-class Pace:
+class ReadThrottle:
     """Keeps reads below a number of bytes per second, over all threads and passes that use it."""
 
     def __init__(self, bytes_per_s: int) -> None:
@@ -146,7 +146,7 @@ class Limits:
     until_s: float | None = None
     stop: Stop = field(default_factory=Stop)
     on_progress: OnProgress | None = None
-    pace: Pace | None = None
+    pace: ReadThrottle | None = None
 
 
 @dataclass(slots=True)
@@ -373,7 +373,7 @@ class DigestRun:
             self._n_taken += len(data)
 
 
-class RecordRun(Run, Protocol):
+class StretchRun(Run, Protocol):
     """A run that reads records, starting at `start` of its file."""
 
     @property
@@ -394,7 +394,7 @@ class BlockDigests:
         self._algorithm = algorithm
         self._runs: dict[str, list[DigestRun]] = {}
 
-    def runs(self, others: Sequence[RecordRun] = ()) -> list[Run]:
+    def runs(self, others: Sequence[StretchRun] = ()) -> list[Run]:
         """The runs to read: `others`, wrapped to digest the blocks they cover, and the rest."""
         by_stretch = {Stretch(run.path, run.start, run.n_bytes): run for run in others}
         for path, size in self._sizes.items():

@@ -37,8 +37,8 @@ from ckptctl.records.verification import (
     NO_ZSTD,
     PLAIN,
     Checked,
-    Passing,
     RecordPart,
+    RecordPass,
     check_parts,
     check_whole,
 )
@@ -143,7 +143,7 @@ def _runs_of(results: _Results, numbers: Sequence[int]) -> Iterator[RecordRun]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece(Piece):
+class _RecordPiece(Piece):
     """A piece of a run: whole records from place `first` to `last`, or bytes of one."""
 
     first: int = 0
@@ -158,7 +158,7 @@ class RecordRun:
         self._numbers = tuple(numbers)
         self.start = start
         self._end = end
-        self._passing: _Passing | _Unpacking | None = None
+        self._passing: _LongRecord | _Unpacking | None = None
 
     @property
     def path(self) -> str:
@@ -179,7 +179,7 @@ class RecordRun:
                 while last < len(ends) and ends[last] <= min(self._end, at + limit):
                     last += 1
             if last > place:
-                yield _Piece(at, ends[last - 1] - at, first=place, last=last)
+                yield _RecordPiece(at, ends[last - 1] - at, first=place, last=last)
                 at, place = ends[last - 1], last
                 continue
             stop = min(self._end, ends[place])
@@ -195,11 +195,11 @@ class RecordRun:
         else:
             end = ranges.starts[number] + ranges.lengths[number]
             tail = min(TAIL, ranges.lengths[number])
-            yield _Piece(end - tail, tail, ahead=True, first=place)
+            yield _RecordPiece(end - tail, tail, ahead=True, first=place)
         yield from _in_turn(start, stop, limit, place)
 
     def take(self, piece: Piece, data: memoryview) -> None:
-        assert isinstance(piece, _Piece)  # noqa: S101 - it comes from `pieces`
+        assert isinstance(piece, _RecordPiece)  # noqa: S101 - it comes from `pieces`
         ranges = self._results.ranges
         if piece.last:
             for number in self._numbers[piece.first : piece.last]:
@@ -214,7 +214,7 @@ class RecordRun:
             self._passing = (
                 _Unpacking(self._results, number, owner)
                 if owner.transforms
-                else _Passing(self._results, number, max(0, self.start - begin))
+                else _LongRecord(self._results, number, max(0, self.start - begin))
             )
         if piece.ahead:
             self._passing.read_ahead(data, last=piece.start + piece.length == end)
@@ -241,7 +241,7 @@ def _in_turn(
     start: int, stop: int, limit: int, place: int, *, ahead: bool = False
 ) -> Iterator[Piece]:
     for at in range(start, stop, limit):
-        yield _Piece(at, min(limit, stop - at), ahead, first=place)
+        yield _RecordPiece(at, min(limit, stop - at), ahead, first=place)
 
 
 def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
@@ -250,14 +250,14 @@ def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
     return plain or is_before_archives(head)
 
 
-class _Passing:
+class _LongRecord:
     """A long record, or a part of one, whose bytes pass through one thread."""
 
     def __init__(self, results: _Results, number: int, start: int) -> None:
         self._results = results
         self.number = number
         self._start = start
-        self._passing: Passing | None = None
+        self._passing: RecordPass | None = None
         self._tail = b""
         self._error = ""
         self._head = b""
@@ -267,7 +267,7 @@ class _Passing:
         self._tail = bytes(data)
         try:
             directory, self._tail = self._results.directory_of(self.number, self._tail)
-            self._passing = Passing(directory, self._start, self._results.form_of(self.number))
+            self._passing = RecordPass(directory, self._start, self._results.form_of(self.number))
         except RecordUnreadable as error:
             self._error = error.message
 
@@ -300,7 +300,7 @@ class _Unpacking:
         self._limit = unpacked_limit(owner)
         self._tail = b""
         self._error = ""
-        self._passing: Passing | None = None
+        self._passing: RecordPass | None = None
         try:
             require_zstd()
             self._unpacker: Unpacker | None = Unpacker(self._limit)
@@ -325,7 +325,7 @@ class _Unpacking:
         directory, self._tail = read_directory(
             lambda n: held[max(0, len(held) - n) :], unpacker.n_bytes
         )
-        self._passing = Passing(directory, 0, self._results.form_of(self.number))
+        self._passing = RecordPass(directory, 0, self._results.form_of(self.number))
         self._unpacker = Unpacker(self._limit)
 
     def take(self, data: memoryview) -> None:

@@ -185,22 +185,22 @@ _JOINED_BYTES = 256 << 10
 """Short pieces are joined up to this length: what was joined is still in the cache."""
 
 
-class Block(NamedTuple):
+class ElementBlock(NamedTuple):
     """Consecutive elements of a tensor in the order of the record, and their CRC-32."""
 
     data: memoryview
     crc: int
 
 
-def block_of(data: memoryview) -> Block:
+def block_of(data: memoryview) -> ElementBlock:
     """A block of bytes whose checksum is not known yet."""
-    return Block(data, crc32(data))
+    return ElementBlock(data, crc32(data))
 
 
 def record_of(
     dtype: str,
     shape: tuple[int, ...],
-    blocks: Iterable[Block],
+    blocks: Iterable[ElementBlock],
     strides: tuple[int, ...] | None = None,
 ) -> Iterator[memoryview]:
     """The bytes of a tensor's record, in order, as `torch.save` would write them.

@@ -35,7 +35,7 @@ from ckptctl.records.opening import (
     Unfit,
     unpacked_limit,
 )
-from ckptctl.records.reads import Reading, RecordSource, open_records
+from ckptctl.records.reads import ReadCost, RecordSource, open_records
 from ckptctl.records.slices import (
     Dims,
     Strided,
@@ -430,7 +430,7 @@ class SliceLoads:
         for number in numbers:
             by_file[self._ranges.files[number]].append(number)
         needs = {n: need for n in numbers if (need := self._need(n, wanted.get(n, ()))) is not None}
-        reading = Reading()
+        reading = ReadCost()
         for number, (view, record) in open_records(
             self._source,
             by_file,
@@ -613,7 +613,7 @@ _Check = Callable[[_Neighbour, memoryview], None]
 _Done = Callable[[int, int | None], object]
 
 
-class _Part(NamedTuple):
+class _RecordBytes(NamedTuple):
     """Bytes of a record from byte `start` of the file on; `memory` is None if they are not kept."""
 
     check: _Check
@@ -629,7 +629,7 @@ class _CheckedPiece(Piece):
     checks: Sequence[tuple[_Check, _Neighbour, memoryview]] = ()
 
 
-class _Call:
+class _ReadCall:
     """A call of at most `limit` bytes that is put together, from `start` on.
 
     What belongs to no memory of the caller goes into `buffer`.
@@ -700,12 +700,12 @@ class _NeighbourRun:
         """See `byte_pass.Run`; `limit` is at least `_MAX_FRAME`."""
         n_aside = sum(self._n_aside(record) + self._skip for record in self._records)
         buffer = memoryview(bytearray(min(limit, n_aside)))
-        call = _Call(self._records[0].start, buffer, limit)
+        call = _ReadCall(self._records[0].start, buffer, limit)
         for record in self._records:
             for check, at, n_bytes, memory in self._parts(record):
                 if call.room(at, self._skip) < n_bytes:
                     yield from call.pieces()
-                    call = _Call(at, buffer, limit)
+                    call = _ReadCall(at, buffer, limit)
                 part = call.add_aside(at, n_bytes) if memory is None else call.add(at, memory)
                 call.checks.append((check, record, part))
         yield from call.pieces()
@@ -723,20 +723,20 @@ class _NeighbourRun:
             return others
         return min(others, record.template.start + record.template.n_rest + 2 * self._skip)
 
-    def _parts(self, record: _Neighbour) -> Iterator[_Part]:
+    def _parts(self, record: _Neighbour) -> Iterator[_RecordBytes]:
         _, start, template, first, memory = record
         n_before, n_wanted = first - template.start, len(memory)
-        yield _Part(self._check_head, start, template.start)
+        yield _RecordBytes(self._check_head, start, template.start)
         if not record.n_proven:
-            yield _Part(_not_checked, start + first, n_wanted, memory)
+            yield _RecordBytes(_not_checked, start + first, n_wanted, memory)
         else:
             after = first + n_wanted
             if n_before:
-                yield _Part(self._check_elements, start + template.start, n_before)
-            yield _Part(self._check_elements, start + first, n_wanted, memory)
+                yield _RecordBytes(self._check_elements, start + template.start, n_before)
+            yield _RecordBytes(self._check_elements, start + first, n_wanted, memory)
             if after < template.end:
-                yield _Part(self._check_elements, start + after, template.end - after)
-        yield _Part(self._check_rest, start + template.end, template.n_rest)
+                yield _RecordBytes(self._check_elements, start + after, template.end - after)
+        yield _RecordBytes(self._check_rest, start + template.end, template.n_rest)
 
     def _check_head(self, record: _Neighbour, part: memoryview) -> None:
         self._has_head = bytes(part) == record.template.head

@@ -34,7 +34,7 @@ _USUAL = Need()
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadCost:
     """The cost of reading so far."""
 
     n_reads: int = 0
@@ -49,7 +49,7 @@ class RecordSource(NamedTuple):
     ranges: Ranges
 
 
-class _Window(NamedTuple):
+class _RecordWindow(NamedTuple):
     """Bytes of one record; `is_last` if they complete its view."""
 
     number: int
@@ -58,13 +58,13 @@ class _Window(NamedTuple):
     is_last: bool
 
 
-class _Read(NamedTuple):
+class _PlannedRead(NamedTuple):
     """One read of a file, and the windows that it fills."""
 
     file: int
     start: int
     end: int
-    windows: Sequence[_Window]
+    windows: Sequence[_RecordWindow]
 
 
 def n_reads(ranges: Ranges, by_file: Iterable[Sequence[int]], most: int) -> int:
@@ -76,7 +76,7 @@ def open_records(
     source: RecordSource,
     by_file: Sequence[Sequence[int]],
     open_one: Callable[[int, View], Opened | Need],
-    reading: Reading,
+    reading: ReadCost,
     *,
     needs: Mapping[int, Need] | None = None,
     longest: int = LONGEST,
@@ -104,12 +104,12 @@ def _read(
     source: RecordSource,
     by_file: Iterable[Sequence[int]],
     needs: Mapping[int, Need],
-    reading: Reading,
+    reading: ReadCost,
     longest: int,
 ) -> Iterator[tuple[int, View]]:
     """Each record with as much of it as is needed, in file order."""
     store, folder, ranges = source
-    planned: deque[_Read] = deque()
+    planned: deque[_PlannedRead] = deque()
 
     def spans() -> Iterator[Span]:
         for read in _plan(ranges, by_file, needs, longest):
@@ -134,35 +134,35 @@ def _read(
 
 def _plan(
     ranges: Ranges, by_file: Iterable[Sequence[int]], needs: Mapping[int, Need], longest: int
-) -> Iterator[_Read]:
+) -> Iterator[_PlannedRead]:
     for numbers in by_file:
         if not numbers:
             continue
         in_order = sorted(numbers, key=ranges.starts.__getitem__)
         file = ranges.files[in_order[0]]
-        windows: list[_Window] = []
+        windows: list[_RecordWindow] = []
         start = end = 0
         for number in in_order:
             for window in _windows(ranges, number, needs.get(number, _USUAL)):
                 far = window.start - end > _READ_THROUGH or window.end - start > longest
                 if windows and (far or window.start < start):
-                    yield _Read(file, start, end, windows)
+                    yield _PlannedRead(file, start, end, windows)
                     windows = []
                 if not windows:
                     start = end = window.start
                 windows.append(window)
                 end = max(end, window.end)
-        yield _Read(file, start, end, windows)
+        yield _PlannedRead(file, start, end, windows)
 
 
-def _windows(ranges: Ranges, number: int, need: Need) -> tuple[_Window, ...]:
+def _windows(ranges: Ranges, number: int, need: Need) -> tuple[_RecordWindow, ...]:
     start, length = ranges.starts[number], ranges.lengths[number]
     end = start + length
     if length <= need.head + need.tail + _READ_THROUGH:
-        return (_Window(number, start, end, is_last=True),)
+        return (_RecordWindow(number, start, end, is_last=True),)
     return (
-        _Window(number, start, start + need.head, is_last=False),
-        _Window(number, end - need.tail, end, is_last=True),
+        _RecordWindow(number, start, start + need.head, is_last=False),
+        _RecordWindow(number, end - need.tail, end, is_last=True),
     )
 
 

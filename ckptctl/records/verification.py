@@ -81,14 +81,14 @@ def check_whole(data: memoryview, form: Form | None = None) -> Checked:
     except RecordUnreadable as error:
         return Checked(unreadable=error.message)
     crcs = [crc32(data[member.start : member.end]) for member in directory.members]
-    checked = _checked(directory, _InMemory(data), crcs)
+    checked = _checked(directory, _WholeRecord(data), crcs)
     if form is None:
         return checked
     scans = {number: FiniteScan(form) for number in _element_members(directory)}
     for number, scan in scans.items():
         member = directory.members[number]
         scan.take(data[member.start : member.end])
-    return _with_values(checked, directory, _InMemory(data), form, scans.values())
+    return _with_values(checked, directory, _WholeRecord(data), form, scans.values())
 
 
 def _element_members(directory: RecordDirectory) -> list[int]:
@@ -114,7 +114,7 @@ def _with_values(
     return replace(checked, values=joined(form, scans))
 
 
-class _InMemory:
+class _WholeRecord:
     """The bytes of a whole record."""
 
     __slots__ = ("_data",)
@@ -164,7 +164,7 @@ class RecordPart:
     scans: dict[int, FiniteScan] = field(default_factory=dict)
 
 
-class Passing:
+class RecordPass:
     """Takes the bytes of a record from `start` on, in order.
 
     With `form`, the values of its tensor are scanned.

@@ -31,7 +31,7 @@ from ckptctl.model import FileInfo, Kept
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
 from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.sources import Piece, SourceDamaged, ThreadLimits
+from ckptctl.resharding.sources import CopiedBytes, SourceDamaged, ThreadLimits
 from ckptctl.resharding.writing import (
     DEFAULT_MEMORY,
     FileCopy,
@@ -270,7 +270,7 @@ class _Work:
 
         return task
 
-    def _noted(self, file: TargetFile) -> list[Piece] | None:
+    def _noted(self, file: TargetFile) -> list[CopiedBytes] | None:
         return noted(self.place.store, self.identity, self.place.name, file.path, file.n_bytes)
 
     def prove(self, on_progress: OnProgress | None) -> None:
@@ -294,7 +294,7 @@ class _Work:
             path = entry_path(self.identity, self.place.name, file.path)
             self.place.store.put(path, b"", replace=True)
 
-    def _pieces(self, part: PartPlan) -> Iterator[Piece]:
+    def _pieces(self, part: PartPlan) -> Iterator[CopiedBytes]:
         for file in part.files:
             pieces = self._noted(file)
             if pieces is None:
@@ -464,7 +464,7 @@ class _WithFiles(Wrapped):
 
     def open_file(self, path: str) -> OpenFile:
         data = self._files.get(path)
-        return self._store.open_file(path) if data is None else _InMemory(data)
+        return self._store.open_file(path) if data is None else _BytesFile(data)
 
     def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
         asked = [*paths]
@@ -493,7 +493,7 @@ class _WithFiles(Wrapped):
         return sorted([*found, *more], key=attrgetter("path"))
 
 
-class _InMemory(Closing):
+class _BytesFile(Closing):
     """See `OpenFile`."""
 
     def __init__(self, data: bytes) -> None:

@@ -35,7 +35,7 @@ from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place
 from ckptctl.resharding.results import left_out
 from ckptctl.resharding.sources import (
-    Piece,
+    CopiedBytes,
     SliceReader,
     Source,
     SourceBytes,
@@ -343,7 +343,7 @@ class _Copy:
                         self.crc = crc32(behind, self.crc)
                         yield memoryview(behind)
 
-    def _prove(self, proof: Mapping[str, Sequence[Piece]]) -> None:
+    def _prove(self, proof: Mapping[str, Sequence[CopiedBytes]]) -> None:
         """Compare every record that went into the file with its checksum."""
         for part in {whole.part.path: whole.part for whole in self.file.tensors}.values():
             # One file at a time: reading records again takes memory too.

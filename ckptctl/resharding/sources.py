@@ -57,7 +57,7 @@ from ckptctl.model import (
     TensorEntry,
 )
 from ckptctl.records.byte_pass import OpenFiles
-from ckptctl.records.elements import Block, block_of
+from ckptctl.records.elements import ElementBlock, block_of
 from ckptctl.records.loading import (
     Caller,
     MemoryTarget,
@@ -429,7 +429,7 @@ class ThreadLimits:
     held: int
 
 
-class Piece(NamedTuple):
+class CopiedBytes(NamedTuple):
     """Bytes of a record that were copied unchanged, and their CRC-32.
 
     `start` is where the record begins in its file, `at` and `length` are bytes of its
@@ -527,7 +527,7 @@ class SliceReader(Closing):
     def __init__(
         self, files: SourceFiles, room: ThreadLimits, count: Callable[[int], None] = lambda _: None
     ) -> None:
-        self.proof: list[Piece] = []
+        self.proof: list[CopiedBytes] = []
         self._files = files
         self._count = count
         self._reads = OpenFiles(files.store, max(room.block, SMALLEST_BLOCK))
@@ -545,7 +545,7 @@ class SliceReader(Closing):
 
     def each(
         self, slices: Iterable[tuple[SourceTensor, TensorSlice]], block: memoryview
-    ) -> Iterator[Iterable[Block]]:
+    ) -> Iterator[Iterable[ElementBlock]]:
         """The elements of each slice in row-major order, read into `block` again and again.
 
         Those of slices that fit into it are read together. Take them before the next slice.
@@ -558,7 +558,7 @@ class SliceReader(Closing):
 
     def _elements(
         self, tensor: SourceTensor, wanted: TensorSlice, block: memoryview
-    ) -> Iterator[Block]:
+    ) -> Iterator[ElementBlock]:
         for part in blocks(wanted.sizes, tensor.item_bytes, len(block)):
             if not part.n_elements:
                 return
@@ -566,7 +566,7 @@ class SliceReader(Closing):
 
     def fill(
         self, slices: Sequence[tuple[SourceTensor, TensorSlice]], block: memoryview
-    ) -> list[Block]:
+    ) -> list[ElementBlock]:
         """Put slices of tensors into `block`, each in row-major order.
 
         Each begins at a multiple of `ALIGNMENT` bytes. Raises `SourceDamaged`.
@@ -590,7 +590,7 @@ class SliceReader(Closing):
         self._loads.load(wanted)
         return [self._block(data, targets) for data, targets in filled]
 
-    def _block(self, data: memoryview, targets: Sequence[tuple[int, MemoryTarget]]) -> Block:
+    def _block(self, data: memoryview, targets: Sequence[tuple[int, MemoryTarget]]) -> ElementBlock:
         """A slice that was read, with its checksum; adds its runs to the proof."""
         in_order = sorted(targets, key=lambda each: each[1].there.first)
         runs = [run for each in in_order if (run := self._run(*each)) is not None]
@@ -608,9 +608,9 @@ class SliceReader(Closing):
         crc = 0
         for run in runs:
             crc = crc32_combine(crc, run.crc, run.length)
-        return Block(data, crc)
+        return ElementBlock(data, crc)
 
-    def _run(self, number: int, target: MemoryTarget) -> Piece | None:
+    def _run(self, number: int, target: MemoryTarget) -> CopiedBytes | None:
         """The bytes of a target, if they are one run of the record as well, and not held."""
         record, data = self._files.records[number], target.run
         stub, item_bytes, wanted = record.stub, target.item_bytes, target.elements
@@ -623,7 +623,7 @@ class SliceReader(Closing):
         is_compared = record.crc is not None and len(data) == record.n_bytes
         crc = record.crc if is_compared and record.crc is not None else crc32(data)
         place = self._files.place(number)
-        return Piece(place.file, place.offset, at, len(data), crc)
+        return CopiedBytes(place.file, place.offset, at, len(data), crc)
 
     def close(self) -> None:
         """Close the files."""

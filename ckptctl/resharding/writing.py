@@ -29,11 +29,11 @@ from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.elements import record_of
 from ckptctl.records.loading import TensorRecord, WrongElements
-from ckptctl.records.verification import CrcPart, Passing, check_parts, combined_crc
+from ckptctl.records.verification import CrcPart, RecordPass, check_parts, combined_crc
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.sources import (
     SMALLEST_BLOCK,
-    Piece,
+    CopiedBytes,
     SliceReader,
     SourceBytes,
     SourceDamaged,
@@ -156,7 +156,7 @@ class FileCopy:
         room: ThreadLimits,
         count: Callable[[int], None],
     ) -> None:
-        self.proof: list[Piece] = []
+        self.proof: list[CopiedBytes] = []
         self._file = file
         self._files = files
         self._room = room
@@ -204,7 +204,7 @@ class FileCopy:
         if not record.transforms:
             try:
                 directory, tail = read_directory(read_tail, record.length)
-                passing = Passing(directory, 0)
+                passing = RecordPass(directory, 0)
             except RecordUnreadable as error:
                 raise damaged("record.framing", error.message) from error
         for at in range(0, record.length, len(block)):
@@ -230,7 +230,7 @@ MAX_BYTES = 64 << 20
 
 def prove(
     part: SourcePart,
-    pieces: Iterable[Piece],
+    pieces: Iterable[CopiedBytes],
     room: ThreadLimits,
     on_progress: OnProgress | None = None,
     *,
@@ -242,7 +242,7 @@ def prove(
     `SourceDamaged`. Records without a checksum are skipped; the caller has allowed that.
     """
     files = part.files
-    by_record: dict[tuple[str, int], list[Piece]] = defaultdict(list)
+    by_record: dict[tuple[str, int], list[CopiedBytes]] = defaultdict(list)
     for piece in pieces:
         by_record[piece.file, piece.start].append(piece)
     wanted = None if only is None else set(only)
@@ -280,7 +280,7 @@ def work_folder(identity: str) -> str:
 
 
 def note(
-    store: Store, identity: str, name: str, path: str, size: int, proof: Sequence[Piece]
+    store: Store, identity: str, name: str, path: str, size: int, proof: Sequence[CopiedBytes]
 ) -> None:
     """Record that a file of the new step `name` is written, and the runs that went into it."""
     document = {"schema": SCHEMA, "path": path, "size": size, "proof": [list(p) for p in proof]}
@@ -288,7 +288,7 @@ def note(
     store.put(entry_path(identity, name, path), data, replace=True)
 
 
-def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[Piece] | None:
+def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[CopiedBytes] | None:
     """The runs in a written file; None if it is not recorded."""
     try:
         data = read_if_there(store, entry_path(identity, name, path), limit=MAX_BYTES)
@@ -298,7 +298,8 @@ def noted(store: Store, identity: str, name: str, path: str, size: int) -> list[
         if (document["schema"], document["path"], document["size"]) != (SCHEMA, path, size):
             return None
         return [
-            Piece(str(f), int(s), int(a), int(n), int(c)) for f, s, a, n, c in document["proof"]
+            CopiedBytes(str(f), int(s), int(a), int(n), int(c))
+            for f, s, a, n, c in document["proof"]
         ]
     except (PathNotFound, ValueError, TypeError, KeyError):
         return None

@@ -31,7 +31,7 @@ from ckptctl.formatting import command_line, duration, rfc3339, seconds_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import ExitCode, Level, NextCommand
 from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.records.byte_pass import Limits, Pace
+from ckptctl.records.byte_pass import Limits, ReadThrottle
 from ckptctl.selection.candidates import CachingInspector, Candidate, candidates_of
 from ckptctl.selection.choosing import refusal, why_not
 from ckptctl.selection.retention import files_digest
@@ -237,7 +237,7 @@ class _Watcher:
         self._root = root
         self._requirements = requirements
         self._storage = storage
-        self._limits = Limits(jobs, pace=Pace(bytes_per_s))
+        self._limits = Limits(jobs, pace=ReadThrottle(bytes_per_s))
         self._policy = PickPolicy(level=Level.STRUCTURE, accept_unverifiable=accept_unverifiable)
         self._pattern = compile_pattern(requirements.pattern)
         self._listed_s: float | None = None

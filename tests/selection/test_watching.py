@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl.errors import StorageError, StorageUnavailable
 from ckptctl.formats.own.seals import SEAL
 from ckptctl.model import Level
-from ckptctl.records.byte_pass import Pace
+from ckptctl.records.byte_pass import ReadThrottle
 from ckptctl.selection.watching import STATE, Event
 
 
@@ -184,7 +184,7 @@ def test_a_store_that_does_not_answer_is_reported_once_and_watched_on(s3_moto, m
 def test_a_pace_makes_each_read_take_its_time(monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr("ckptctl.records.byte_pass.time.sleep", pauses.append)
-    pace = Pace(1_000)
+    pace = ReadThrottle(1_000)
     for _ in range(3):
         pace.wait(500)
     assert sum(pauses) >= 0.5  # of reads that took no time themselves
