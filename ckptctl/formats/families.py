@@ -54,7 +54,7 @@ def families_of(
     is that of the step, which names repeat; `sizes` are those of the files in bytes, by path.
     Cost: one match of each name.
     """
-    alike: dict[tuple[str, tuple[int, ...]], list[_Named]] = defaultdict(list)
+    alike: dict[tuple[str, tuple[int, ...]], list[_NumberedFile]] = defaultdict(list)
     for path in paths:
         if may_hold_state(path):
             places = [match.span() for match in _NUMBER.finditer(path)]
@@ -62,7 +62,9 @@ def families_of(
             is_count = [_COUNT.search(path[:start]) is not None for start, _ in places]
             # Files that state different counts are those of several saves.
             counts = tuple(n for n, counts in zip(numbers, is_count, strict=True) if counts)
-            alike[_NUMBER.sub("N", path), counts].append(_Named(path, numbers, tuple(is_count)))
+            alike[_NUMBER.sub("N", path), counts].append(
+                _NumberedFile(path, numbers, tuple(is_count))
+            )
     found = (_family(key, files, number, sizes or {}) for (key, _), files in sorted(alike.items()))
     families = [family for family in found if family is not None]
     of_line = [family for family in families if family.is_line]
@@ -82,7 +84,7 @@ def key_of(path: str) -> str:
     return _NUMBER.sub("N", path)
 
 
-class _Named(msgspec.Struct, frozen=True, order=True):
+class _NumberedFile(msgspec.Struct, frozen=True, order=True):
     """A file with the numbers in its path, and which of them are counts."""
 
     path: str
@@ -99,7 +101,7 @@ class _Column(msgspec.Struct, frozen=True):
 
 
 def _family(
-    key: str, files: Sequence[_Named], number: int | None, sizes: Mapping[str, int]
+    key: str, files: Sequence[_NumberedFile], number: int | None, sizes: Mapping[str, int]
 ) -> Family | None:
     first = min(files)
     path = first.path
@@ -147,7 +149,7 @@ def _base(columns: Sequence[_Column], values: Sequence[Sequence[int]]) -> int:
     return 1 if not has_zero and (reaches_count or all(held[0] == 1 for held in values)) else 0
 
 
-def _axes(files: Sequence[_Named], number: int | None) -> list[_Column]:
+def _axes(files: Sequence[_NumberedFile], number: int | None) -> list[_Column]:
     """The axes of a family: numbers that vary, and those whose count the names state."""
     first = min(files)
     columns = [tuple(file.numbers[n] for file in files) for n in range(len(first.numbers))]
@@ -174,7 +176,7 @@ def _axes(files: Sequence[_Named], number: int | None) -> list[_Column]:
     return list(axes.values())
 
 
-def _has_other_first(columns: Sequence[_Column], file: _Named, number: int | None) -> bool:
+def _has_other_first(columns: Sequence[_Column], file: _NumberedFile, number: int | None) -> bool:
     """Whether each name has the number of a first rank too: `shard-1-model-2-of-3`.
 
     The files of all other ranks may be missing then, whatever the count beside it states.
@@ -256,7 +258,7 @@ COMPOSERS_RANKS = "rng"
 """Composer's ranks write a list of the RNG states of all ranks."""
 
 
-class _Placed(NamedTuple):
+class _GridFile(NamedTuple):
     """A file whose name states its place in the grid of ranks of its framework."""
 
     row: FileName
@@ -359,7 +361,7 @@ def _by_framework(
     files: Iterable[FileInfo], layout: str, stated: Mapping[str, int]
 ) -> tuple[list[Family], list[str]]:
     """The families of the files that a framework names, and the paths of the others."""
-    together: dict[tuple[str, str, object], list[_Placed]] = defaultdict(list)
+    together: dict[tuple[str, str, object], list[_GridFile]] = defaultdict(list)
     others: list[str] = []
     for file in files:
         if file.kind != "file":
@@ -374,13 +376,13 @@ def _by_framework(
     return [family for of_framework in families for family in of_framework], others
 
 
-def _placed(path: str, layout: str) -> _Placed | None:
+def _placed(path: str, layout: str) -> _GridFile | None:
     decided = rank_file(path, layout)
-    return _Placed(*decided, axes_in(decided[1])) if decided is not None else None
+    return _GridFile(*decided, axes_in(decided[1])) if decided is not None else None
 
 
 def _grids(
-    framework: str, members: Sequence[_Placed], stated: Mapping[str, int]
+    framework: str, members: Sequence[_GridFile], stated: Mapping[str, int]
 ) -> Iterator[Family]:
     lengths: dict[str, int] = defaultdict(lambda: _LEAST.get(framework, 1), stated)
     for member in members:
@@ -389,13 +391,13 @@ def _grids(
                 lengths[axis.removeprefix(_STATED)] = max(n, lengths[axis.removeprefix(_STATED)])
             elif not axis.startswith(_APART):
                 lengths[axis] = max(n + 1, lengths[axis])
-    kinds: dict[tuple[str, Sequence[str]], list[_Placed]] = defaultdict(list)
+    kinds: dict[tuple[str, Sequence[str]], list[_GridFile]] = defaultdict(list)
     for member in members:
         kinds[member.what, member.grid_axes].append(member)
     yield from (_grid(alike, lengths) for alike in kinds.values())
 
 
-def _grid(alike: Sequence[_Placed], lengths_of: Mapping[str, int]) -> Family:
+def _grid(alike: Sequence[_GridFile], lengths_of: Mapping[str, int]) -> Family:
     first = min(alike, key=lambda member: member.match.string)
     axes = first.grid_axes
     return Family(

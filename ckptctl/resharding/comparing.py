@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import StepDamaged, UsageError
 from ckptctl.findings import EXIT_DIFFERS, Severity, Verdict
 from ckptctl.formats.archive.directory import read_directory
-from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, pickled_value
+from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, PickledValue, pickled_value
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import is_scattered, step_name
@@ -246,7 +246,7 @@ class _Compared:
             ((_, other),) = read_values(self.b.files[name], [right])
         except SourceDamaged:
             return False
-        return isinstance(one, Written) and one == other
+        return isinstance(one, PickledValue) and one == other
 
 
 _Read = tuple[SourceTensor, SliceReader]
@@ -437,7 +437,7 @@ def _name(step: Step, file: FileInfo) -> str:
 
 def _entries(part: OpenPart, file: FileInfo) -> SourcePart:
     opened = open_flat(part.store, file, part.url, decode_shards)
-    leaves: dict[str, Leaf] = {}
+    leaves: dict[str, FlatEntry] = {}
     is_all = True
     for leaf in _leaves((), opened.state):
         is_all &= leaf.fqn not in leaves and _can_be_compared(leaf, opened)
@@ -445,16 +445,16 @@ def _entries(part: OpenPart, file: FileInfo) -> SourcePart:
             leaves[leaf.fqn] = leaf
     if not is_all:
         crc = opened.members["data.pkl"].crc
-        leaves[OTHER_VALUES] = Leaf((OTHER_VALUES,), f"in a pickle with the CRC-32 {crc:08x}")
+        leaves[OTHER_VALUES] = FlatEntry((OTHER_VALUES,), f"in a pickle with the CRC-32 {crc:08x}")
     try:
         return opened.part_of_leaves(tuple(leaves.values()))
     except NotPlain as error:
         raise UsageError(f"{part.url}: {error}") from error
 
 
-def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[Leaf]:
+def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[FlatEntry]:
     if isinstance(value, ShardStub):
-        yield Leaf(path, value.local)
+        yield FlatEntry(path, value.local)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves((*path, key if isinstance(key, int) else str(key)), item)
@@ -464,18 +464,18 @@ def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[Leaf]:
         for number, item in enumerate(value):
             yield from _leaves((*path, number), item)
     else:
-        yield Leaf(path, value)
+        yield FlatEntry(path, value)
 
 
 def _is_plain(value: object) -> bool:
     try:
-        pickled_value(Leaf((), value))
+        pickled_value(FlatEntry((), value))
     except NotPlain:
         return False
     return True
 
 
-def _can_be_compared(leaf: Leaf, opened: FlatFile) -> bool:
+def _can_be_compared(leaf: FlatEntry, opened: FlatFile) -> bool:
     if not isinstance(leaf.value, TensorStub):
         return _is_plain(leaf.value)
     try:

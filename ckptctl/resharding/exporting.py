@@ -24,7 +24,7 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes, is_name
-from ckptctl.formats.archive.state_file import Leaf, NotPlain, nested, pickled_state
+from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, nested, pickled_state
 from ckptctl.formats.archive.writing import Archive, strides_of
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
@@ -157,18 +157,18 @@ def to_flat(source: Source, *, only_model: bool) -> Export:
     non-tensor entry.
     """
     tensors = _tensors(source, only_model=only_model, strip="")
-    leaves: list[Leaf] = []
+    leaves: list[FlatEntry] = []
     others: list[str] = []
     for part in source.parts:
         for entry, value in read_values(part.files, [*_others(part, only_model)]):
             if isinstance(value, NotPlain):
                 others.append(str(value))
             else:
-                leaves.append(Leaf(part.paths.get(entry.fqn) or (entry.fqn,), value))
+                leaves.append(FlatEntry(part.paths.get(entry.fqn) or (entry.fqn,), value))
     for number, one in enumerate(tensors.values()):
         tensor = one.tensor.entry
         path = one.part.paths.get(tensor.fqn) or (tensor.fqn,)
-        leaves.append(Leaf(path, _stub(tensor, str(number))))
+        leaves.append(FlatEntry(path, _stub(tensor, str(number))))
     order = {path: n for part in source.parts for n, path in enumerate(part.paths.values())}
     try:
         state = nested(sorted(leaves, key=lambda leaf: order.get(leaf.path, len(order))))

@@ -46,7 +46,7 @@ from ckptctl.formats.archive.safetensors import (
     parse_header,
     parse_index,
 )
-from ckptctl.formats.archive.state_file import Leaf, NotPlain, flattened, pickled_value
+from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, flattened, pickled_value
 from ckptctl.formats.archive.writing import WRITABLE, value_record
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.state_keys import entry_kinds
@@ -110,12 +110,12 @@ class FlatFile:
         try:
             leaves = flattened(self.state)
             if under:
-                leaves = tuple(Leaf((under, *leaf.path), leaf.value) for leaf in leaves)
+                leaves = tuple(FlatEntry((under, *leaf.path), leaf.value) for leaf in leaves)
             return self.part_of_leaves(_of_model(leaves) if only_model else leaves, path)
         except NotPlain as error:
             raise UsageError(f"{self.url}: {error}") from error
 
-    def part_of_leaves(self, leaves: Sequence[Leaf], path: str = "") -> SourcePart:
+    def part_of_leaves(self, leaves: Sequence[FlatEntry], path: str = "") -> SourcePart:
         """The part that some leaves make; raises `NotPlain` for one that cannot be an entry."""
         tensors: list[TensorEntry] = []
         values: list[BytesEntry] = []
@@ -216,7 +216,7 @@ def _pickle(directory: RecordDirectory, read: KeptBytes) -> bytes:
     return data
 
 
-def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+def _of_model(leaves: Sequence[FlatEntry]) -> tuple[FlatEntry, ...]:
     tensors, others = {}, {}
     for leaf in leaves:
         if isinstance(leaf.value, TensorStub):
@@ -227,7 +227,7 @@ def _of_model(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
     return tuple(leaf for leaf in leaves if kinds[leaf.fqn].names[0] == "model")
 
 
-def _entry(leaf: Leaf, stub: TensorStub, place: ByteRange | None = None) -> TensorEntry:
+def _entry(leaf: FlatEntry, stub: TensorStub, place: ByteRange | None = None) -> TensorEntry:
     chunk = Chunk((0,) * len(stub.shape), stub.shape, place)
     chunks = Chunks.of(len(stub.shape), [chunk])
     return TensorEntry(leaf.fqn, stub.dtype, stub.shape, chunks, leaf.path)

@@ -31,7 +31,7 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Finding, Report, Verdict
 from ckptctl.formats.archive.directory import read_member
-from ckptctl.formats.archive.state_file import Leaf, NotPlain, Written, written
+from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, PickledValue, written
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layouts import (
@@ -657,7 +657,7 @@ def _padded(n_bytes: int) -> int:
 
 def read_values(
     files: SourceFiles, entries: Sequence[SourceBytes]
-) -> Iterator[tuple[SourceBytes, Written | NotPlain]]:
+) -> Iterator[tuple[SourceBytes, PickledValue | NotPlain]]:
     """Each entry with its value, ready to be written again, or with why it cannot be.
 
     Raises `SourceDamaged`. Cost: one read for each, several in flight where that is faster.
@@ -679,10 +679,10 @@ def read_values(
             yield entry, NotPlain(why)
 
 
-def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> Written | NotPlain:
+def _value(files: SourceFiles, entry: SourceBytes, data: bytes) -> PickledValue | NotPlain:
     record = entry.record
     try:
-        return written(Leaf((entry.fqn,), decode_state(_pickle(entry, data))))
+        return written(FlatEntry((entry.fqn,), decode_state(_pickle(entry, data))))
     except NotPlain as error:
         return error
     except (RecordUnreadable, Unfit) as error:

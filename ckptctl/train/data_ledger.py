@@ -22,7 +22,7 @@ from ckptctl.formats.own.data_ledger import (
     DataFields,
     EpochFields,
     ExpectedFields,
-    Row,
+    LedgerRow,
     SampleId,
     SpanFields,
     UnrecordedFields,
@@ -113,7 +113,7 @@ class DataLedger:
         self._open: dict[int, _Taken] = {}
         self._marked = 0
         self._history = _History()
-        self._interval: list[Row] = []
+        self._interval: list[LedgerRow] = []
         self._unrecorded: set[int] = set()
         self._spans: dict[int, list[SpanFields]] = {}
 
@@ -228,7 +228,7 @@ class DataLedger:
             n_ranks, count, *limbs = sums[place * (2 + _LIMBS) : (place + 1) * (2 + _LIMBS)]
             total = sum(limb << 32 * i for i, limb in enumerate(limbs)) % MODULUS
             ids = tuple(one for rank in kept for one in rank[place]) if keeps else None
-            self._interval.append(Row(*key, count, total, ids))
+            self._interval.append(LedgerRow(*key, count, total, ids))
             if self._loader is None and n_ranks < dp_size:
                 self._unrecorded.add(key[1])
         return self._fields(step)
@@ -298,7 +298,7 @@ class DataLedger:
         total = expected["sum"]
         return as_hex(one.total) == (as_hex(added(range(one.count))) if total is None else total)
 
-    def _unrecorded_until(self, step: int, rows: Sequence[Row]) -> UnrecordedFields | None:
+    def _unrecorded_until(self, step: int, rows: Sequence[LedgerRow]) -> UnrecordedFields | None:
         before = self._history.unrecorded
         missing: set[int] = set()
         if self._loader is None:

@@ -228,10 +228,10 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path, target):
     "paths", [[("a",), ("a", "b")], [("a", 0), ("a", "b")], [("a", 1 << 40)], [("a",) * 200]]
 )
 def test_key_paths_that_are_no_state_dict_are_refused(paths):
-    from ckptctl.formats.archive.state_file import Leaf, NotPlain, nested
+    from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, nested
 
     with pytest.raises(NotPlain):
-        nested([Leaf(path, 1) for path in paths])
+        nested([FlatEntry(path, 1) for path in paths])
 
 
 @pytest.mark.parametrize("sizes", [[5 << 30, 3, 0, 7], [1] * 70_000])

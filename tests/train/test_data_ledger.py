@@ -23,7 +23,7 @@ from ckptctl.formats.own.data_ledger import (
     DATA_FILE,
     MOST_ROWS,
     DataFields,
-    Row,
+    LedgerRow,
     data_bytes,
     joined_rows,
     parse_data,
@@ -70,7 +70,7 @@ def test_other_ids_are_refused(sample):
 
 
 def test_many_rows_are_joined_and_their_sums_kept():
-    rows = [Row(step, step, step // 9_000, 2, step) for step in range(1, 20_001)]
+    rows = [LedgerRow(step, step, step // 9_000, 2, step) for step in range(1, 20_001)]
     joined = joined_rows(rows)
     assert len(joined) <= MOST_ROWS
     for epoch in range(3):

@@ -29,14 +29,14 @@ _UNREADABLE = (
 )
 
 
-class _Missing(Exception):
+class _UnreadBytes(Exception):
     def __init__(self, start: int, end: int) -> None:
         super().__init__()
         self.bytes = NotRead(start, end)
 
 
 class _Sparse(io.RawIOBase):
-    """A file of which only the head and the tail are there; raises `_Missing` elsewhere."""
+    """A file of which only the head and the tail are there; raises `_UnreadBytes` elsewhere."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -64,7 +64,7 @@ class _Sparse(io.RawIOBase):
             return b""
         data = view.get(self._at, end)
         if data is None:
-            raise _Missing(self._at, end)
+            raise _UnreadBytes(self._at, end)
         self._at = end
         return data
 
@@ -101,7 +101,7 @@ def pickles_in_zip(view: View) -> Sequence[bytes] | NotRead:
             for member in archive.infolist():
                 if member.filename.lower().endswith("data.pkl"):
                     pickles.append(_member(archive, member))
-    except _Missing as missing:
+    except _UnreadBytes as missing:
         return missing.bytes
     except _UNREADABLE:
         pass  # torch cannot read it either

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 from ckptctl.formats.archive.writing import pickled_integer, tensor_value
 from ckptctl.formats.pickles.policy import Opaque
-from ckptctl.formats.pickles.stubs import Dtype, Ordered
+from ckptctl.formats.pickles.stubs import Dtype, OrderedDictStub
 from ckptctl.formats.pickles.values import FREE_NODES, MAX_DEPTH, TensorStub, TimeDelta
 
 
 def pickled_state(state: object) -> bytes:
-    """The pickle of a nested state of dicts and lists, `TensorStub` and `Written`, at protocol 2.
+    """The pickle at protocol 2 of nested dicts and lists, `TensorStub` and `PickledValue`.
 
     Anything else stands for an item of a list whose value is unknown: it becomes None.
     """
@@ -33,7 +33,7 @@ def pickled_state(state: object) -> bytes:
 
 
 def _state(value: object) -> Iterator[bytes]:
-    if isinstance(value, Written):
+    if isinstance(value, PickledValue):
         yield value.pickled
     elif isinstance(value, TensorStub):
         yield tensor_value(value.dtype, value.shape, value.storage_key)
@@ -59,7 +59,7 @@ class NotPlain(Exception):
     """A value cannot be an entry; the message states which, and why."""
 
 
-class Leaf(NamedTuple):
+class FlatEntry(NamedTuple):
     """An entry: its key path, and what is there."""
 
     path: Path
@@ -71,7 +71,7 @@ class Leaf(NamedTuple):
         return ".".join(map(str, self.path))
 
 
-def flattened(state: object) -> tuple[Leaf, ...]:
+def flattened(state: object) -> tuple[FlatEntry, ...]:
     """The entries of a state dict, in its order.
 
     Dicts come apart, and lists that hold tensors or dicts; an empty dict leaves nothing.
@@ -88,7 +88,7 @@ def flattened(state: object) -> tuple[Leaf, ...]:
     return leaves
 
 
-def _leaves(path: Path, value: object) -> Iterator[Leaf]:
+def _leaves(path: Path, value: object) -> Iterator[FlatEntry]:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str | int | float | NoneType):
@@ -98,7 +98,7 @@ def _leaves(path: Path, value: object) -> Iterator[Leaf]:
         for number, item in enumerate(value):
             yield from _leaves((*path, number), item)
     else:
-        yield Leaf(path, value)
+        yield FlatEntry(path, value)
 
 
 def _comes_apart(value: list[object]) -> bool:
@@ -108,13 +108,13 @@ def _comes_apart(value: list[object]) -> bool:
     )
 
 
-class Written(NamedTuple):
+class PickledValue(NamedTuple):
     """A plain value, as a pickle at protocol 2 has it, without what begins and ends that."""
 
     pickled: bytes
 
 
-def nested(leaves: Iterable[Leaf]) -> dict[str, object]:
+def nested(leaves: Iterable[FlatEntry]) -> dict[str, object]:
     """The state dict that comes apart into these entries, in their order.
 
     A number in a key path counts items of a list; items that no entry is for become
@@ -148,12 +148,12 @@ def nested(leaves: Iterable[Leaf]) -> dict[str, object]:
     return root
 
 
-def written(leaf: Leaf) -> Written:
+def written(leaf: FlatEntry) -> PickledValue:
     """A plain value; raises `NotPlain` for any other."""
-    return Written(b"".join(_written(leaf.value, leaf.fqn)))
+    return PickledValue(b"".join(_written(leaf.value, leaf.fqn)))
 
 
-def pickled_value(leaf: Leaf) -> bytes:
+def pickled_value(leaf: FlatEntry) -> bytes:
     """The pickle of a plain value, at protocol 2; raises `NotPlain` for any other."""
     return b"\x80\x02" + written(leaf).pickled + b"."
 
@@ -167,7 +167,7 @@ def _written(value: Any, fqn: str) -> Iterator[bytes]:
     elif kind is tuple:
         yield b"(" + b"".join(_all(value, fqn)) + b"t"
     elif isinstance(value, dict):
-        begun = b"ccollections\nOrderedDict\n)R" if isinstance(value, Ordered) else b"}"
+        begun = b"ccollections\nOrderedDict\n)R" if isinstance(value, OrderedDictStub) else b"}"
         pairs = [one for pair in value.items() for one in pair]
         yield begun + b"(" + b"".join(_all(pairs, fqn)) + b"u"
     else:

@@ -53,7 +53,7 @@ VERSION = (b"version", b"3\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedMember:
     """One member: where it begins, and what is written around its bytes."""
 
     path: bytes
@@ -87,7 +87,7 @@ class Placed:
         return self.header + self.data + self.descriptor(crc)
 
 
-def place(at: int, name: bytes, data: bytes, size: int) -> Placed:
+def place(at: int, name: bytes, data: bytes, size: int) -> PlacedMember:
     """The member that begins at byte `at`; its bytes are aligned."""
     path = _FOLDER + name
     # miniz gives the size that is stored as 0 here, and rightly in the directory.
@@ -97,7 +97,7 @@ def place(at: int, name: bytes, data: bytes, size: int) -> Placed:
     extra = wide + b"FB" + pack("<H", n_pad) + b"Z" * n_pad
     flags = _HAS_DESCRIPTOR if size else _EMPTY
     fields = (0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra))
-    return Placed(path, data, size, at, pack("<4s5H3I2H", b"PK\3\4", *fields) + path + extra)
+    return PlacedMember(path, data, size, at, pack("<4s5H3I2H", b"PK\3\4", *fields) + path + extra)
 
 
 def _wide(size: int, at: int, stored: int | None = None) -> bytes:
@@ -154,7 +154,7 @@ class Archive:
         members = [(name, data, len(data)) for name, data in small]
         members += [(b"data/%d" % key, b"", size) for key, size in enumerate(sizes)]
         members += [(*VERSION, len(VERSION[1])), (ID, b"", _ID_DIGITS)]
-        self._members: list[Placed] = []
+        self._members: list[PlacedMember] = []
         at = 0
         for name, data, size in members:
             self._members.append(place(at, name, data, size))

@@ -13,7 +13,7 @@ each time; only numbers and names differ. So:
 - *Take.* That pattern is matched as often as it fits, one object right behind
   the other, within a window of 64 KiB. Between its _literal bytes are the parts
   that differ, and each distinct part is decoded once. The objects become a
-  `Run`: columns, and the place in the bytes where they are.
+  `StubRun`: columns, and the place in the bytes where they are.
 - *Never differ.* A shape takes an object only when each of its bytes is
   accounted for. Whatever does not fit (another field, a longer name, a frame
   that begins in the middle) is left to the machine, and the shape is tried
@@ -21,7 +21,7 @@ each time; only numbers and names differ. So:
   the memo for all its slots; when the pickle refers to one of them, the bytes
   of the run are interpreted after all.
 
-`Parts` decodes names, sizes and numbers: in half a million objects most of them come again
+`PartDecoders` decodes names, sizes and numbers: in half a million objects most of them come again
 and again, so each is decoded when it is first met and looked up from then on.
 
 There are four shapes. A *chunk* is a `ChunkStorageMetadata` with its two sizes. A *tensor entry*
@@ -36,7 +36,7 @@ referred to by what follows them: a run records in which slots of the memo they 
 
 Megatron-Core keeps the save plans of all ranks beside the metadata: a `WriteItem`, an *item of a
 plan*, for every chunk, larger than all the rest. Nothing in it is needed to state what a
-checkpoint holds, so a `Run` of them has no columns. That each reference leads to something that
+checkpoint holds, so a `StubRun` of them has no columns. That each reference leads to something that
 is there is checked, as it is for any other.
 
 Source: CPython 3.14 `Modules/_pickle.c`, `save_reduce` and `store_tuple_elements`.
@@ -75,8 +75,8 @@ from ckptctl.formats.pickles.stubs import (
     Function,
     Malformed,
     Rows,
-    Run,
     Stub,
+    StubRun,
     checked_dims,
 )
 
@@ -191,7 +191,7 @@ class FastPathShape:
 
     `template` is the pattern of one object, its groups the parts that differ;
     `expects` states for each hole in it what the reference must stand for. `push`
-    makes a `Run` of a window, pushes it, and returns how many rows are in it. `begins`
+    makes a `StubRun` of a window, pushes it, and returns how many rows are in it. `begins`
     are the opcodes that an object of the shape can begin with.
     """
 
@@ -328,7 +328,7 @@ Key = tuple[int, bytes | None, int]
 Meaning = TypeVar("Meaning")
 
 
-class Unfit(Exception):
+class FormMismatch(Exception):
     """A part that has the form of its kind but is none."""
 
 
@@ -351,7 +351,7 @@ class Known(dict[bytes, Meaning], Generic[Meaning]):
         # What was appended before the exception stays in the list.
         try:
             column.extend(map(self.__getitem__, islice(parts, len(column), None)))
-        except Unfit:
+        except FormMismatch:
             return
 
     def column(self, parts: Sequence[bytes]) -> list[Meaning]:
@@ -361,7 +361,7 @@ class Known(dict[bytes, Meaning], Generic[Meaning]):
         return column
 
 
-class Parts:
+class PartDecoders:
     """The parts of one reading."""
 
     # The decoders refer to the machine and not to the parts: no cycle keeps either in memory.
@@ -381,7 +381,7 @@ def _text(machine: Machine, part: bytes) -> str:
         return _new_text(part)
     text = _referred(machine, part)
     if not isinstance(text, str):
-        raise Unfit
+        raise FormMismatch
     return text
 
 
@@ -402,7 +402,7 @@ def _groups(pattern: Callable[[Hole, str], str]) -> Groups:
     def split(part: bytes) -> Row:
         match = compiled.fullmatch(part)
         if match is None:
-            raise Unfit
+            raise FormMismatch
         return match.groups(b"")
 
     return split
@@ -431,7 +431,7 @@ def _referred(machine: Machine, reference: bytes) -> object:
     """What the memo holds for the argument of BINGET or LONG_BINGET."""
     slot = _slot_of(reference)
     if slot >= machine.memo.n_slots:
-        raise Unfit
+        raise FormMismatch
     return machine.recall(slot)
 
 
@@ -478,20 +478,20 @@ def _slot_read(part: bytes) -> int:
 def _new_text(part: bytes) -> str:
     # The pattern ends a text at the first byte that can be MEMOIZE; the length decides.
     if part[1] != len(part) - 3:
-        raise Unfit
+        raise FormMismatch
     try:
         return str(part[2:-1], "utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise Unfit from None
+        raise FormMismatch from None
 
 
 def _checked(value: object) -> Dims:
     if not isinstance(value, tuple):
-        raise Unfit
+        raise FormMismatch
     try:
         return checked_dims(value, "a size")
     except Malformed:
-        raise Unfit from None
+        raise FormMismatch from None
 
 
 def _int(part: bytes) -> int:
@@ -524,7 +524,7 @@ _CHUNK_SLOTS = 2
 """The object and its state."""
 
 
-class ChunkRun(Run):
+class ChunkRun(StubRun):
     """Chunks: where each begins, its size, and the memo slots of both."""
 
     __slots__ = ("slices",)
@@ -554,7 +554,7 @@ def _chunk_template(hole: Hole) -> str:
     return _chunk_pattern(hole, f"({_slice_pattern(hole)})")
 
 
-def _push_chunks(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+def _push_chunks(parts: PartDecoders, machine: Machine, window: Window, _: Holes) -> int:
     slices = parts.slices.column([row[0] for row in window.rows])
     if not slices:
         return 0
@@ -608,12 +608,12 @@ def _tensor_template(hole: Hole) -> str:
     return rf"{head}\]\x94((?:(?=\(?{chunk})(?:{several})+)?){SET}"
 
 
-class TensorRun(Run):
+class TensorRun(StubRun):
     """Entries of tensors. They are on the stack themselves; the memo reads its slots from here."""
 
     __slots__ = ("entries", "first_slots")
 
-    entries: list[_Entry]
+    entries: list[_MemoEntry]
     first_slots: array[int]
 
     def known_at(self, slot: int) -> object:
@@ -624,7 +624,7 @@ class TensorRun(Run):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _MemoEntry:
     """One entry: what its first slots in the memo hold, None where only a replay decides."""
 
     name: str
@@ -638,10 +638,10 @@ class _Entry:
         return len(self.head) + (self.chunks.n_slots if self.chunks else 0)
 
 
-class _TensorReader:
+class _TensorDecoder:
     """Makes entries of rows; what recurs in them is made once."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: PartDecoders) -> None:
         self._parts = parts
         self._properties: dict[Row, Stub] = {}
 
@@ -650,13 +650,13 @@ class _TensorReader:
         place = window.without_rows()
         # What is between the chunks of a list (MARK, APPENDS, APPEND) is no part of any.
         pattern = _compiled_chunks(*(holes[name] for name in CHUNK_EXPECTS))
-        entries: list[_Entry] = []
+        entries: list[_MemoEntry] = []
         first_slots = array("q", [window.first_slot])
         for number, row in enumerate(window.rows):
             chunks_at = partial(_chunks_at, place, number, pattern)
             try:
                 entries.append(self._entry(row, first_slots[-1], pattern, chunks_at))
-            except Unfit:
+            except FormMismatch:
                 break
             first_slots.append(first_slots[-1] + entries[-1].n_slots)
         if not entries:
@@ -680,7 +680,7 @@ class _TensorReader:
         first_slot: int,
         pattern: re.Pattern[bytes],
         chunks_at: Callable[[int], Window],
-    ) -> _Entry:
+    ) -> _MemoEntry:
         fqn, *made_here, properties, size, chunks, _ = row
         name, shape = self._parts.texts[fqn], unpacked(self._parts.sizes[size])
         tensor, chunk_list = Stub(TENSOR), list[object]()
@@ -698,14 +698,14 @@ class _TensorReader:
             head += [*[None] * (n_slots - 1), shape]
         head.append(chunk_list)
         if not chunks:
-            return _Entry(name, tensor, head, None)
+            return _MemoEntry(name, tensor, head, None)
         parts: list[bytes] = pattern.findall(chunks)
         slices = self._parts.slices.column(parts)
         if len(slices) < len(parts):
-            raise Unfit
+            raise FormMismatch
         run = _run_of(slices, first_slot + len(head), chunks_at)
         chunk_list.append(run)
-        return _Entry(name, tensor, head, run)
+        return _MemoEntry(name, tensor, head, run)
 
     def _properties_made_of(self, parts: Row) -> Stub:
         if parts not in self._properties:
@@ -768,7 +768,7 @@ _FQN = 2
 """The slot of a row that its name fills: those before are of the key and its state."""
 
 
-class StorageRun(Run):
+class StorageRun(StubRun):
     """Keys and byte ranges in columns, one row for each.
 
     `texts` are the names and files that later rows refer to, by their slots in the memo.
@@ -795,7 +795,7 @@ def _range_template(hole: Hole) -> str:
     )
 
 
-def _push_ranges(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+def _push_ranges(parts: PartDecoders, machine: Machine, window: Window, _: Holes) -> int:
     read = _RangeRows(parts, window)
     fqns, files = read.texts(read.fqn_parts), read.texts(read.file_parts)
     n_rows = min(len(fqns), len(files))
@@ -823,7 +823,7 @@ class _RangeRows:
     holds its name and the last its file, where these are written in it.
     """
 
-    def __init__(self, parts: Parts, window: Window) -> None:
+    def __init__(self, parts: PartDecoders, window: Window) -> None:
         self._known = parts.texts
         self.fqn_parts, key_parts, self.file_parts, self.span_parts, _ = zip(
             *window.rows, strict=True
@@ -928,7 +928,7 @@ def _plan_template(hole: Hole) -> str:
     )
 
 
-def _push_plans(parts: Parts, machine: Machine, window: Window, _: Holes) -> int:
+def _push_plans(parts: PartDecoders, machine: Machine, window: Window, _: Holes) -> int:
     n_slots = list(map(_n_plan_slots, window.rows))
     first_slots = accumulate(n_slots, initial=window.first_slot)
     n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
@@ -936,7 +936,7 @@ def _push_plans(parts: Parts, machine: Machine, window: Window, _: Holes) -> int
         return 0
     fqns = [row[0] for row in window.rows[:n_rows]]
     window = window.first(n_rows).without_rows()
-    run = Run(
+    run = StubRun(
         WRITE_ITEM,
         window.first_slot,
         sum(n_slots[:n_rows]),
@@ -946,7 +946,7 @@ def _push_plans(parts: Parts, machine: Machine, window: Window, _: Holes) -> int
     return n_rows if machine.push_run(run, window.end, n_containers) else 0
 
 
-def _highest_reads(parts: Parts, window: Window) -> Iterator[int]:
+def _highest_reads(parts: PartDecoders, window: Window) -> Iterator[int]:
     """The highest memo slot that each row reads, up to a row that is unfit."""
     columns: list[list[int]] = []
     for read_parts in list(zip(*window.rows, strict=True))[:-1]:
@@ -968,8 +968,8 @@ def _n_plan_slots(row: Row) -> int:
 
 def fast_path_shapes(machine: Machine) -> Mapping[str, FastPathShape]:
     """The shapes of metadata in one reading, by the object after which each is tried."""
-    parts = Parts(machine)
-    tensors = _TensorReader(parts).push
+    parts = PartDecoders(machine)
+    tensors = _TensorDecoder(parts).push
     return {
         TENSOR: FastPathShape(_tensor_template, _TENSOR_EXPECTS, tensors, (b"h", b"j", b"\x8c")),
         CHUNK: FastPathShape(_chunk_template, CHUNK_EXPECTS, partial(_push_chunks, parts)),

@@ -38,8 +38,8 @@ from ckptctl.formats.pickles.stubs import (
     Function,
     Grammar,
     Malformed,
-    Run,
     Stub,
+    StubRun,
     checked_dims,
     shown,
 )
@@ -318,7 +318,7 @@ def decode_metadata(
         except Malformed as wrong:
             raise MetadataUnreadable(str(wrong)) from None
     if usual and len(data) <= _MOST_KEPT:
-        _LAST[:] = [_Decoded(data, metadata)]
+        _LAST[:] = [_CachedMetadata(data, metadata)]
     return metadata
 
 
@@ -329,7 +329,7 @@ _ID = re.compile(r"(?!\.+$)[\w.=-]+", re.ASCII)
 """A name of a folder, or an id, that a path is not changed by."""
 
 
-class _Decoded:
+class _CachedMetadata:
     """Metadata and the bytes that it was decoded from.
 
     The steps of a run differ in two strings at the end of these bytes: the folder's name and
@@ -367,7 +367,7 @@ class _Decoded:
         )
 
 
-_LAST: list[_Decoded] = []
+_LAST: list[_CachedMetadata] = []
 """What was decoded last: inspection goes through the steps of a run one by one."""
 
 
@@ -375,7 +375,7 @@ def _metadata(fields: Fields, data: bytes, rank: int | None) -> Metadata:
     paths = _planner_paths(_required(fields, "planner_data", METADATA))
     table = ChunkTable()
     tensors, bytes_fqns = _entries(_required(fields, "state_dict_metadata", METADATA), table)
-    ranges = _Ranges(table, bytes_fqns)
+    ranges = _RangeAssignment(table, bytes_fqns)
     ranges.place_all(_required(fields, "storage_data", METADATA))
     file_names = list(table.numbers)
     storage_meta = _storage_meta(fields.get("storage_meta"))
@@ -522,7 +522,7 @@ def _slices(shape: Dims, fields: Fields) -> tuple[list[bytes], list[bytes]]:
     offsets: list[bytes] = []
     sizes: list[bytes] = []
     for chunk in chunks:
-        if isinstance(chunk, Run) and chunk.kind == CHUNK:
+        if isinstance(chunk, StubRun) and chunk.kind == CHUNK:
             these, their_sizes, _ = zip(*cast("ChunkRun", chunk).slices, strict=True)
             for n_bytes in {*map(len, these), *map(len, their_sizes)}:
                 _check_n_dims(shape, n_bytes // 8)
@@ -595,7 +595,7 @@ def _int64(value: object) -> int:
     return value
 
 
-class _Ranges:
+class _RangeAssignment:
     """The byte ranges, while each is being given to the entry it belongs to."""
 
     def __init__(self, table: ChunkTable, bytes_fqns: list[str]) -> None:
@@ -610,7 +610,7 @@ class _Ranges:
         if not isinstance(storage_data, dict):
             raise Malformed("the byte ranges are in no dict")
         for key, value in _drained(storage_data):
-            if not isinstance(key, Run) or key.kind != INDEX:
+            if not isinstance(key, StubRun) or key.kind != INDEX:
                 self._place(*_storage_entry(key, value))
                 continue
             run = cast("StorageRun", key)

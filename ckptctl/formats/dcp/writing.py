@@ -40,7 +40,7 @@ def metadata_bytes(
 
     Time and memory are linear in the number of chunks.
     """
-    memo = _Memo()
+    memo = _MemoWriter()
     parts = [b"\x80\4", memo.new(_DCP, "Metadata"), memo.text("state_dict_metadata")]
     parts += _dict(memo, (_entry(memo, entry) for entry in entries))
     parts.append(memo.text("planner_data"))
@@ -53,7 +53,7 @@ def metadata_bytes(
     return b"".join(parts)
 
 
-class _Memo:
+class _MemoWriter:
     """Texts and names: written where they come first, and fetched where they come again."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class _Memo:
         return _MEMOIZED
 
 
-def _dict(memo: _Memo, pairs: Iterable[bytes]) -> Iterator[bytes]:
+def _dict(memo: _MemoWriter, pairs: Iterable[bytes]) -> Iterator[bytes]:
     """A dict of keys and values that follow each other."""
     memo.n_kept += 1
     yield b"}" + _MEMOIZED
@@ -125,7 +125,7 @@ def _dims(dims: Dims) -> bytes:
     return _tuple([pickled_integer(dim) for dim in dims])
 
 
-def _entry(memo: _Memo, entry: TensorEntry | BytesEntry) -> bytes:
+def _entry(memo: _MemoWriter, entry: TensorEntry | BytesEntry) -> bytes:
     key = memo.text(entry.fqn)
     if isinstance(entry, BytesEntry):
         named = memo.name(_DCP, "BytesStorageMetadata")
@@ -142,13 +142,13 @@ def _entry(memo: _Memo, entry: TensorEntry | BytesEntry) -> bytes:
     return b"".join((*parts, b"ub"))
 
 
-def _chunk(memo: _Memo, offsets: Dims, sizes: Dims) -> bytes:
+def _chunk(memo: _MemoWriter, offsets: Dims, sizes: Dims) -> bytes:
     head = memo.new(_DCP, "ChunkStorageMetadata")
     begin = memo.text("offsets") + memo.size(offsets)
     return head + begin + memo.text("sizes") + memo.size(sizes) + b"ub"
 
 
-def _properties(memo: _Memo, tensor: TensorEntry) -> bytes:
+def _properties(memo: _MemoWriter, tensor: TensorEntry) -> bytes:
     # The state of this class is a tuple.
     head = memo.name(_DCP, "TensorProperties") + b")\x81" + _MEMOIZED + b"("
     memo.n_kept += 1
@@ -161,13 +161,13 @@ def _properties(memo: _Memo, tensor: TensorEntry) -> bytes:
     return b"".join(parts)
 
 
-def _path(memo: _Memo, path: tuple[str | int, ...]) -> bytes:
+def _path(memo: _MemoWriter, path: tuple[str | int, ...]) -> bytes:
     made = _tuple([memo.text(p) if isinstance(p, str) else pickled_integer(p) for p in path])
     memo.n_kept += bool(path)
     return made
 
 
-def _storage(memo: _Memo, entries: Sequence[TensorEntry | BytesEntry]) -> Iterator[bytes]:
+def _storage(memo: _MemoWriter, entries: Sequence[TensorEntry | BytesEntry]) -> Iterator[bytes]:
     for entry in entries:
         if isinstance(entry, BytesEntry):
             if entry.byte_range is not None:
@@ -182,12 +182,12 @@ def _storage(memo: _Memo, entries: Sequence[TensorEntry | BytesEntry]) -> Iterat
             yield key + _info(memo, byte_range)
 
 
-def _key(memo: _Memo, fqn: str, index: bytes) -> bytes:
+def _key(memo: _MemoWriter, fqn: str, index: bytes) -> bytes:
     head = memo.new(_DCP, "MetadataIndex")
     return head + memo.text("fqn") + memo.text(fqn) + memo.text("index") + index
 
 
-def _info(memo: _Memo, at: ByteRange) -> bytes:
+def _info(memo: _MemoWriter, at: ByteRange) -> bytes:
     head = memo.new(_FILESYSTEM, "_StorageInfo")
     file = memo.text("relative_path") + memo.text(at.file)
     start = memo.text("offset") + pickled_integer(at.offset)
@@ -199,7 +199,7 @@ def _info(memo: _Memo, at: ByteRange) -> bytes:
     return head + file + start + end + b"ub"
 
 
-def _storage_meta(memo: _Memo, checkpoint_id: str, save_id: str) -> bytes:
+def _storage_meta(memo: _MemoWriter, checkpoint_id: str, save_id: str) -> bytes:
     parts = [memo.new(_DCP, "StorageMeta")]
     parts += [memo.text("checkpoint_id"), memo.text(checkpoint_id)]
     parts += [memo.text("save_id"), memo.text(save_id)]

@@ -136,7 +136,7 @@ class DataFields(TypedDict):
     """What the steps since the save before trained, by epoch."""
 
 
-class Row(NamedTuple):
+class LedgerRow(NamedTuple):
     """The samples of one epoch that the steps from `first` to `last` trained."""
 
     first: int
@@ -159,7 +159,7 @@ class Row(NamedTuple):
         }
 
     @classmethod
-    def of(cls, fields: RowFields) -> "Row":
+    def of(cls, fields: RowFields) -> "LedgerRow":
         """The row in a ledger."""
         return cls(
             fields["first"],
@@ -220,7 +220,7 @@ def sum_of_indices(n_samples: int) -> int:
     return total % MODULUS
 
 
-def joined_rows(rows: Sequence[Row]) -> list[Row]:
+def joined_rows(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
     """The rows of a step, at most `MOST_ROWS`: more are joined in pairs of one epoch.
 
     An epoch has at least one row, so more epochs than that between two saves keep theirs.
@@ -228,7 +228,7 @@ def joined_rows(rows: Sequence[Row]) -> list[Row]:
     joined = list(rows)
     while len(joined) > MOST_ROWS:
         n_before, is_pair = len(joined), True
-        pairs: list[Row] = []
+        pairs: list[LedgerRow] = []
         for row in joined:
             if is_pair or pairs[-1].epoch != row.epoch:
                 pairs.append(row)
@@ -237,7 +237,7 @@ def joined_rows(rows: Sequence[Row]) -> list[Row]:
             first = pairs.pop()
             total = (first.total + row.total) % MODULUS
             pairs.append(
-                Row(first.first, row.last, row.epoch, first.n_samples + row.n_samples, total)
+                LedgerRow(first.first, row.last, row.epoch, first.n_samples + row.n_samples, total)
             )
             is_pair = True
         joined = pairs

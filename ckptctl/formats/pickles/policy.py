@@ -73,7 +73,7 @@ class Standing(Enum):
     UNKNOWN = "unknown"
 
 
-class Named(Opaque):
+class NamedGlobal(Opaque):
     """A global that stands in no grammar: a class or a function, and what is known of it."""
 
     __slots__ = ("standing",)
@@ -133,14 +133,14 @@ _ITERATING = frozenset(
 """They call methods of what they are made of. Writers make them of lists and dictionaries."""
 
 
-def _functions_in(value: object) -> Iterator[Named]:
+def _functions_in(value: object) -> Iterator[NamedGlobal]:
     """What acts once it is called: an argument, or one of several in a short container."""
-    if isinstance(value, Named):
+    if isinstance(value, NamedGlobal):
         if value.standing is Standing.ACTS_IF_CALLED:
             yield value
     elif isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ARGUMENTS:
         for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, Named) and item.standing is Standing.ACTS_IF_CALLED:
+            if isinstance(item, NamedGlobal) and item.standing is Standing.ACTS_IF_CALLED:
                 yield item
 
 
@@ -173,7 +173,7 @@ class _New(Callee):
 
     __slots__ = ("_cls",)
 
-    def __init__(self, cls: Named) -> None:
+    def __init__(self, cls: NamedGlobal) -> None:
         self._cls = cls
 
     def call(self, args: tuple[object, ...]) -> object:
@@ -184,13 +184,13 @@ class _New(Callee):
 def partial(args: tuple[object, ...]) -> object:
     """What stands for `functools.partial(function, ...)`."""
     match args:
-        case (Named(standing=Standing.ACTS_IF_CALLED) as function, *_):
+        case (NamedGlobal(standing=Standing.ACTS_IF_CALLED) as function, *_):
             if _root(function.name) in _LIBRARY:
                 raise Acts(f"binds {shown(function.name)}")
     return Partial("functools.partial", args)
 
 
-def reference(module: str, name: str) -> Named:
+def reference(module: str, name: str) -> NamedGlobal:
     """What stands for a global; raises `Acts` for one that can act."""
     full = f"{module}.{name}"
     if len(full) > MAX_NAME:
@@ -198,7 +198,7 @@ def reference(module: str, name: str) -> Named:
     found = standing(module, name)
     if found is Standing.ACTS:
         raise Acts(f"asks for {shown(full)}")
-    return Named(full, found)
+    return NamedGlobal(full, found)
 
 
 def instance(args: tuple[object, ...]) -> object:
@@ -227,26 +227,30 @@ def attribute(args: tuple[object, ...]) -> object:
     Of a class alone, and what comes of it can neither be called nor read further.
     """
     match args:
-        case (Named() as cls, str(name)) if not name.startswith("_"):
+        case (NamedGlobal() as cls, str(name)) if not name.startswith("_"):
             if cls.is_foreign_class or cls.name.endswith(".SafeUUID"):
                 return Opaque(f"{cls.name}.{name}")
-        case (Named() as cls, "__new__"):  # protocols 2 and 3 call it with keywords
+        case (NamedGlobal() as cls, "__new__"):  # protocols 2 and 3 call it with keywords
             return _New(cls)
-        case (Named(name="zoneinfo.ZoneInfo"), "_unpickle"):
-            return Named("zoneinfo.ZoneInfo", Standing.HARMLESS)
+        case (NamedGlobal(name="zoneinfo.ZoneInfo"), "_unpickle"):
+            return NamedGlobal("zoneinfo.ZoneInfo", Standing.HARMLESS)
     raise Acts("reads an attribute with builtins.getattr")
 
 
 def item(args: tuple[object, ...]) -> object:
     """What stands for `operator.getitem(typing.List, int)`, which is how types are pickled."""
-    if args and isinstance(args[0], Named) and args[0].name.startswith("typing."):
+    if args and isinstance(args[0], NamedGlobal) and args[0].name.startswith("typing."):
         return Opaque(args[0].name, args)
     raise Acts("calls operator.getitem")
 
 
 def union_of_types(args: tuple[object, ...]) -> object:
     """What stands for `functools.reduce(operator.or_, types)`: `int | str`, pickled."""
-    if args and isinstance(args[0], Named) and args[0].name in ("operator.or_", "_operator.or_"):
+    if (
+        args
+        and isinstance(args[0], NamedGlobal)
+        and args[0].name in ("operator.or_", "_operator.or_")
+    ):
         return Opaque("types.UnionType", args)
     raise Acts("calls functools.reduce")
 

@@ -36,12 +36,12 @@ from ckptctl.formats.pickles.stubs import (
     Callee,
     Function,
     Grammar,
+    InterpretedRow,
     Malformed,
     Memo,
-    Ordered,
-    Replayed,
-    Run,
+    OrderedDictStub,
     Stub,
+    StubRun,
     shown,
 )
 
@@ -229,7 +229,7 @@ class Machine:
         self.stack.append(value)
 
     def push_run(
-        self, run: Run, end: int, n_containers: int, values: Sequence[object] | None = None
+        self, run: StubRun, end: int, n_containers: int, values: Sequence[object] | None = None
     ) -> bool:
         """Continue at byte `end` with the values of a run on the stack, or the run itself.
 
@@ -246,7 +246,7 @@ class Machine:
 
     def pop(self) -> object:
         """Take the topmost value off the stack."""
-        if self.stack and not isinstance(self.stack[-1], Run):
+        if self.stack and not isinstance(self.stack[-1], StubRun):
             return self.stack.pop()
         self.top()
         return self.stack.pop()
@@ -256,7 +256,7 @@ class Machine:
         if not self.stack:
             self.damaged("a value is missing")
         value = self.stack[-1]
-        if isinstance(value, Run):
+        if isinstance(value, StubRun):
             self.stack[-1:] = self.values_of(value)
             return self.stack[-1]
         return value
@@ -266,29 +266,29 @@ class Machine:
         return self.singly(self.pop_runs_to_mark())
 
     def pop_runs_to_mark(self) -> list[object]:
-        """The same, with a `Run` left in place of its values."""
+        """The same, with a `StubRun` left in place of its values."""
         if not self.marks:
             self.damaged("a mark is missing")
         items, self.stack = self.stack, self.marks.pop()
         return items
 
     def singly(self, items: list[object]) -> list[object]:
-        """`items`, with its values in place of each `Run`."""
-        if not (self.has_runs and any(isinstance(item, Run) for item in items)):
+        """`items`, with its values in place of each `StubRun`."""
+        if not (self.has_runs and any(isinstance(item, StubRun) for item in items)):
             return items
         values: list[object] = []
         for item in items:
-            values.extend(self.values_of(item) if isinstance(item, Run) else (item,))
+            values.extend(self.values_of(item) if isinstance(item, StubRun) else (item,))
         return values
 
-    def values_of(self, run: Run) -> list[object]:
+    def values_of(self, run: StubRun) -> list[object]:
         """The values of a run, one by one."""
         values: list[object] = []
         for row in range(len(run.rows.starts)):
             values += self._replay(run, row).values
         return values
 
-    def _replay(self, run: Run, row: int) -> Replayed:
+    def _replay(self, run: StubRun, row: int) -> InterpretedRow:
         """Interpret the bytes of one row of a run after all, once."""
         if row not in run.replayed:
             memo = Memo(self.memo, run.rows.first_slots[row])
@@ -296,7 +296,7 @@ class Machine:
             inner.taken = self.taken
             inner.pos, inner.end = run.rows.starts[row], run.rows.ends[row]
             inner.step_to_stop()
-            run.replayed[row] = Replayed(inner.stack, memo.values)
+            run.replayed[row] = InterpretedRow(inner.stack, memo.values)
         return run.replayed[row]
 
     def remember(self, slot: int) -> None:
@@ -322,7 +322,7 @@ class Machine:
         if slot >= self.memo.n_slots:
             self.damaged(f"memo slot {slot:,} is read, {self.memo.n_slots:,} are filled")
         value = self.memo.get(slot)
-        while isinstance(value, Run):
+        while isinstance(value, StubRun):
             run = value
             value = run.known_at(slot)
             if value is None:
@@ -339,7 +339,7 @@ class Machine:
         if id(target) in self.taken:
             self.doubt("the state of an object is changed after it was given")
         for key, value in self._pairs(items):
-            if not isinstance(key, Run):
+            if not isinstance(key, StubRun):
                 key = self.checked_key(key)
                 if key in target and not self.grammar.lenient:
                     self.damaged("a dict has the same key twice")
@@ -374,12 +374,12 @@ class Machine:
         pairs: list[tuple[object, object]] = []
         while position < len(items):
             here = items[position]
-            if isinstance(here, Run) and here.in_pairs:
+            if isinstance(here, StubRun) and here.in_pairs:
                 pairs.append((here, here))
                 position += 1
                 continue
             pair = items[position : position + 2]
-            if any(isinstance(item, Run) for item in pair):
+            if any(isinstance(item, StubRun) for item in pair):
                 return self._pairs(self.singly(items))
             if len(pair) < 2:
                 self.damaged("a key has no value")
@@ -391,7 +391,7 @@ class Machine:
         """Give its state to an object."""
         if isinstance(target, Function):
             self.unsafe(f"sets attributes on {target.name}")
-        if not isinstance(target, Stub | Ordered):
+        if not isinstance(target, Stub | OrderedDictStub):
             if self.grammar.lenient and not isinstance(target, list | dict | set):
                 return  # a value that stands for an object: its attributes are dropped
             self.doubt(f"a {type(target).__name__} is given a state")
@@ -513,7 +513,7 @@ def read_pickle(data: bytes, grammar: Grammar, shapes: Shapes | None = None) -> 
     """The one object that the pickle `data` builds under `grammar`.
 
     `shapes` makes it faster and never different, except that lists and dicts then
-    hold a `Run` in place of the objects that were taken in one go.
+    hold a `StubRun` in place of the objects that were taken in one go.
 
     Raises `MetadataUnsafe` for a name, a call or an opcode that the grammar does
     not have, `MetadataUnreadable` for anything that is not a whole, well-formed

@@ -2,7 +2,7 @@
 
 Functions are our own, objects have a class's name and a state and do nothing, and a
 `Grammar` lists the names that a pickle may ask for. The memo's slots are filled one after
-the other and never again. Slots that a fast path skipped cost nothing but their `Run`:
+the other and never again. Slots that a fast path skipped cost nothing but their `StubRun`:
 what they hold is computed when the pickle needs it.
 """
 
@@ -80,7 +80,7 @@ class Stub:
         raise Malformed(f"a {self.kind} holds no values")
 
 
-class Ordered(dict[object, object]):
+class OrderedDictStub(dict[object, object]):
     """A `collections.OrderedDict`. Attributes set on it are dropped."""
 
     __slots__ = ()
@@ -129,14 +129,14 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class InterpretedRow:
     """One row of a run, interpreted after all: what it leaves on the stack and in the memo."""
 
     values: list[object]
     slots: list[object]
 
 
-class Run(Stub):
+class StubRun(Stub):
     """Values that a hot shape took in one go; on the stack it stands for all of them.
 
     It fills `n_slots` slots of the memo from `first_slot` on. `kind` is the kind of
@@ -161,7 +161,7 @@ class Run(Stub):
         self.n_slots = n_slots
         self.find_rows = find_rows
         self.in_pairs = in_pairs
-        self.replayed: dict[int, Replayed] = {}
+        self.replayed: dict[int, InterpretedRow] = {}
         self._rows: Rows | None = None
 
     @property
@@ -190,7 +190,7 @@ class Memo:
         self.first = first
         self.n_slots = first
         self.values: list[object] = []
-        self._runs: list[Run] = []
+        self._runs: list[StubRun] = []
         self._first_slots = array("q")
         self._n_skipped = array("q", [0])
 
@@ -199,7 +199,7 @@ class Memo:
         self.values.append(value)
         self.n_slots += 1
 
-    def skip(self, run: Run) -> None:
+    def skip(self, run: StubRun) -> None:
         """Leave the next slots to `run`."""
         self._runs.append(run)
         self._first_slots.append(run.first_slot)
@@ -207,7 +207,7 @@ class Memo:
         self.n_slots += run.n_slots
 
     def get(self, slot: int) -> object:
-        """What a filled slot holds, or the `Run` that it was left to."""
+        """What a filled slot holds, or the `StubRun` that it was left to."""
         if slot < self.first and self.outer is not None:
             return self.outer.get(slot)
         n_before = bisect_right(self._first_slots, slot)
@@ -266,10 +266,10 @@ def checked_dims(dims: object, what: str) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _ordered(args: tuple[object, ...]) -> Ordered:
+def _ordered(args: tuple[object, ...]) -> OrderedDictStub:
     if args:
         raise Malformed("an OrderedDict is made of arguments")
-    return Ordered()
+    return OrderedDictStub()
 
 
 def _path_joined_by(separator: str) -> Callable[[tuple[object, ...]], str]:

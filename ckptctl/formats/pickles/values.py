@@ -20,7 +20,7 @@ from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
 from ckptctl.formats.archive.directory import ZIP_MAGIC
 from ckptctl.formats.archive.foreign import is_tar, pickles_in_archive
 from ckptctl.formats.pickles import policy
-from ckptctl.formats.pickles.policy import Named, Opaque, Standing
+from ckptctl.formats.pickles.policy import NamedGlobal, Opaque, Standing
 from ckptctl.formats.pickles.reading import PickleRead, read_pickle, read_pickle_at
 from ckptctl.formats.pickles.stubs import (
     COMMON,
@@ -31,7 +31,7 @@ from ckptctl.formats.pickles.stubs import (
     Function,
     Grammar,
     Malformed,
-    Ordered,
+    OrderedDictStub,
     checked_dims,
 )
 from ckptctl.model import DTYPE_SIZES
@@ -160,7 +160,7 @@ def unknown_in(reads: Iterable[PickleRead], grammar: Grammar, depth: int = 0) ->
     unknown: set[str] = set()
     for read in reads:
         for other in read.others:
-            if isinstance(other, Named) and other.standing is Standing.UNKNOWN:
+            if isinstance(other, NamedGlobal) and other.standing is Standing.UNKNOWN:
                 unknown.add(other.name)
         for inner in read.nested:
             unknown.update(_nested_unknown(inner, grammar, depth + 1))
@@ -261,7 +261,7 @@ def _storage(persistent_id: object) -> object:
 
 def _storage_or_opaque(persistent_id: object) -> object:
     match persistent_id:
-        case ("module", Named() as cls, *_):  # with its source, from before torch 1.6
+        case ("module", NamedGlobal() as cls, *_):  # with its source, from before torch 1.6
             return cls
     try:
         return _storage(persistent_id)
@@ -422,7 +422,7 @@ def _storage_in_bytes(args: tuple[object, ...]) -> object:
 def _random_state(args: tuple[object, ...]) -> object:
     # `constructor(name)`, called by numpy: the second argument is the function.
     match args[1:]:
-        case () | (Named(name="numpy.random._pickle.__bit_generator_ctor"),):
+        case () | (NamedGlobal(name="numpy.random._pickle.__bit_generator_ctor"),):
             return Opaque("numpy.random", args)
     raise Acts("has numpy.random call another function than its own")
 
@@ -447,11 +447,11 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
 
 def _ordered(args: tuple[object, ...]) -> object:
     # Python 2 gives the items to the call; 3 sets them afterwards.
-    return Opaque("collections.OrderedDict", args) if args else Ordered()
+    return Opaque("collections.OrderedDict", args) if args else OrderedDictStub()
 
 
 def _default(args: tuple[object, ...]) -> object:
-    return Opaque("collections.defaultdict", args) if args[1:] else Ordered()
+    return Opaque("collections.defaultdict", args) if args[1:] else OrderedDictStub()
 
 
 _CALLS: Mapping[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
