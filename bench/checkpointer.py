@@ -362,7 +362,7 @@ def _stages(script: Script, root: Path) -> dict[str, float]:
         "proving that every rank sees it": resolving.open_on_all,
         "building the state: allocation": optimizers.allocate_state,
         "building the state: state dicts": state.template,
-        "loading": restoring.Wanted.fill,
+        "loading": restoring.LoadTarget.fill,
         "reading and comparing bytes, a part of loading": reader.Reader.read_data,
         "restoring": run._restore,
         "taking the root over": take_token,

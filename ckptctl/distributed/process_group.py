@@ -104,7 +104,7 @@ def _without_kept(outcome: RankOutcome[tuple[T, K]]) -> RankOutcome[tuple[T, K |
     return RankOutcome((outcome.value[0], None))
 
 
-class _Stopped(CkptctlError):
+class _OtherRankFailed(CkptctlError):
     """Another process failed, so this one stops working."""
 
 
@@ -207,7 +207,7 @@ class ProcessGroup:
         if own.raised is not None:
             raise own.raised
         for rank, (host, outcome) in enumerate(outcomes):
-            if outcome.error is not None and outcome.error[0] is not _Stopped:
+            if outcome.error is not None and outcome.error[0] is not _OtherRankFailed:
                 outcome.get(f"rank {rank} on {host}: " if self.size > 1 else "")
         return tuple(outcome.get()[0] for _, outcome in outcomes), own.get()[1]
 
@@ -333,7 +333,7 @@ class ProcessGroup:
         if time.monotonic() >= self._next_meeting_s:
             _, n_failed = self._meet()
             if n_failed:
-                raise _Stopped("another process failed")
+                raise _OtherRankFailed("another process failed")
             self._next_meeting_s = time.monotonic() + _MEET_EVERY_S
 
     def _meet(self, *, is_done: bool = False, has_failed: bool = False) -> tuple[int, int]:

@@ -18,7 +18,7 @@ class Process(NamedTuple):
     started: int
 
 
-class Entry(NamedTuple):
+class ProcessEntry(NamedTuple):
     """One process of the process table."""
 
     process: Process
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     session: int
 
 
-def table() -> dict[int, Entry]:
+def table() -> dict[int, ProcessEntry]:
     """Every process that /proc shows, by its pid."""
     try:
         names = os.listdir("/proc")
@@ -37,13 +37,13 @@ def table() -> dict[int, Entry]:
     return {each.process.pid: each for each in entries if each is not None}
 
 
-def entry_of(pid: int) -> Entry | None:
+def entry_of(pid: int) -> ProcessEntry | None:
     """The process with a pid; None where there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in brackets, can hold spaces and brackets.
             fields = file.read().rpartition(b")")[2].split()
-        return Entry(
+        return ProcessEntry(
             Process(pid, int(fields[19])), fields[0].decode("ascii"), int(fields[1]), int(fields[3])
         )
     except (OSError, ValueError, IndexError):

@@ -58,7 +58,7 @@ Crcs = Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
+class _SplitTensor:
     """A tensor whose chunks lie in several files: those that are large enough and not zero."""
 
     fqn: str
@@ -195,7 +195,7 @@ def stale(
     )
 
 
-def _split_tensors(ranges: Ranges, crcs: Sequence[int]) -> Iterator[_Split]:
+def _split_tensors(ranges: Ranges, crcs: Sequence[int]) -> Iterator[_SplitTensor]:
     for entry, first in zip(ranges.entries, ranges.first_range, strict=True):
         if not isinstance(entry, TensorEntry) or len(entry.chunks) < 2:
             continue
@@ -205,7 +205,7 @@ def _split_tensors(ranges: Ranges, crcs: Sequence[int]) -> Iterator[_Split]:
             if _tells(entry, chunk, ranges.files[first + chunk], crcs[first + chunk])
         )
         if len({ranges.files[number] for number in numbers}) > 1:
-            yield _Split(entry.fqn, numbers, is_moment(entry.path or (entry.fqn,)))
+            yield _SplitTensor(entry.fqn, numbers, is_moment(entry.path or (entry.fqn,)))
 
 
 def _tells(entry: TensorEntry, chunk: int, file: int, crc: int) -> bool:
@@ -228,11 +228,11 @@ def _crc_of_zeros(n_bytes: int) -> int:
     return crc
 
 
-def _by_turns(split: Collection[_Split]) -> Iterator[_Split]:
+def _by_turns(split: Collection[_SplitTensor]) -> Iterator[_SplitTensor]:
     """A moment, a weight, a moment, …: at the first step there are no moments yet."""
     widest = sorted(split, key=lambda one: -len(one.numbers))
-    moments: Iterable[_Split] = [one for one in widest if one.is_moment]
-    weights: Iterable[_Split] = [one for one in widest if not one.is_moment]
+    moments: Iterable[_SplitTensor] = [one for one in widest if one.is_moment]
+    weights: Iterable[_SplitTensor] = [one for one in widest if not one.is_moment]
     both = chain.from_iterable(zip_longest(moments, weights))
     return (one for one in both if one is not None)
 

@@ -76,7 +76,7 @@ def applies_to_step(findings: Collection[Finding]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InspectedStep:
     """The result of an inspection, for comparison with the seal.
 
     `metadata` are the SHA-256 of the metadata files that decode, by path; `named`
@@ -161,7 +161,7 @@ def is_trusted(seal: Seal, requirements: Requirements) -> bool:
 
 
 def check_seal(
-    seal: Seal, seen: Seen, requirements: Requirements = Requirements()
+    seal: Seal, seen: InspectedStep, requirements: Requirements = Requirements()
 ) -> Iterator[Finding]:
     """Yield the contradictions between the listing, the metadata and a seal.
 
@@ -237,7 +237,7 @@ def _check_signature(seal: Seal, requirements: Requirements) -> Iterator[Finding
         )
 
 
-def _changed_metadata(seal: Seal, seen: Seen) -> list[str]:
+def _changed_metadata(seal: Seal, seen: InspectedStep) -> list[str]:
     """The metadata files that are there, decode, and are not those that were sealed."""
     sealed = seal.step.metadata
     if not sealed:
@@ -253,7 +253,7 @@ def _is_of_another_step(seal: Seal, step: Step) -> bool:
     return None not in numbers and numbers[0] != numbers[1]
 
 
-def _still_sealed(seal: Seal, seen: Seen) -> list[str]:
+def _still_sealed(seal: Seal, seen: InspectedStep) -> list[str]:
     """The shard files that the metadata names and that nobody has written since the seal.
 
     A save over a step writes each of them anew.
@@ -331,7 +331,7 @@ def _outdated(seal: Seal, path: str) -> Finding:
     )
 
 
-def _replaced_metadata(seal: Seal, seen: Seen, path: str) -> Finding:
+def _replaced_metadata(seal: Seal, seen: InspectedStep, path: str) -> Finding:
     still = _still_sealed(seal, seen)
     return Finding(
         "seal.digest",
@@ -346,7 +346,7 @@ def _replaced_metadata(seal: Seal, seen: Seen, path: str) -> Finding:
     )
 
 
-def _check_files(seal: Seal, seen: Seen) -> Iterator[Finding]:
+def _check_files(seal: Seal, seen: InspectedStep) -> Iterator[Finding]:
     there = {file.path: file for file in seen.step.files}
     for sealed in seal.files:
         file = there.get(sealed.path)
@@ -373,7 +373,9 @@ def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") ->
     )
 
 
-def _check_unsealed(seal: Seal, seen: Seen, requirements: Requirements) -> Iterator[Finding]:
+def _check_unsealed(
+    seal: Seal, seen: InspectedStep, requirements: Requirements
+) -> Iterator[Finding]:
     """Yield `seal.partial` and `seal.extra` about files that the seal does not list.
 
     What tools leave in a folder is passed over, but where intent is to be detected: there a program
@@ -668,7 +670,7 @@ def read_notes(
     seal, unread = opened.seal
     about = [*unread]
     if seal is not None:
-        differences = check_seal(seal, Seen(step, digests, named), requirements)
+        differences = check_seal(seal, InspectedStep(step, digests, named), requirements)
         # A file that the metadata misses, too, is one cause and one finding.
         about += [finding for finding in differences if finding.where not in known_faults]
         if (binds or requirements.require_seal) and applies_to_step(about):

@@ -86,7 +86,7 @@ NO_STATE = TrainState()
 """What is known of a step that could not be inspected."""
 
 
-class _Held(NamedTuple):
+class _StateLocation(NamedTuple):
     """One place that holds a kind of train state; `rank` and `value` where it has one."""
 
     kind: str
@@ -115,7 +115,7 @@ def train_state(sources: Sources) -> TrainState:
 
 def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainState:
     """The train state, where `weights` are those of each metadata and each file, in order."""
-    held: list[_Held] = []
+    held: list[_StateLocation] = []
     unrecognized: dict[str, set[str]] = defaultdict(set)
     keys: set[str] = set()
     beside = _others(weights, len(sources.metadata) + len(sources.contents))
@@ -123,7 +123,7 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
         entries = [*entries_of(metadata)]
         kinds = entry_kinds(metadata, part, sources.mapped, next(beside))
         places = [
-            _Held("", inside(part, fqn), None, sources.numbers.get((part, fqn)))
+            _StateLocation("", inside(part, fqn), None, sources.numbers.get((part, fqn)))
             for fqn, _ in entries
         ]
         leaves = [leaf for _, leaf in entries]
@@ -152,7 +152,9 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
             mapped = mapped_file(file.path, sources.mapped)
             for kind in (mapped,) if mapped else kinds_by_name:
                 rank = by_name.rank if by_name else None
-                held.append(_Held(kind, file.path, rank, of_adapter=is_adapter_file(file.path)))
+                held.append(
+                    _StateLocation(kind, file.path, rank, of_adapter=is_adapter_file(file.path))
+                )
             if not (mapped or by_name or file_holds_no_state(file.path)):
                 unread += [file.path] if may_be_archive(file.path) else []
     # Of files whose names differ by numbers alone, one that was read stands for the others.
@@ -162,7 +164,7 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
             known.add(_without_numbers(path))
             unrecognized[path].update(STATE_KINDS)
             keys |= {_without_numbers(path)}
-    by_kind: dict[str, list[_Held]] = defaultdict(list)
+    by_kind: dict[str, list[_StateLocation]] = defaultdict(list)
     for one in held:
         if one.kind in _COUNTED and one.where.partition(": ")[0] in sources.copies:
             # No step needs the count of a copy, and one of another step is none of this.
@@ -233,7 +235,7 @@ def likeliest_step(counts: Iterable[int], number: int | None) -> int | None:
     return values[0] if values else None
 
 
-def _state_part(kind: str, held: Sequence[_Held]) -> StatePart:
+def _state_part(kind: str, held: Sequence[_StateLocation]) -> StatePart:
     ranks = {one.rank for one in held if one.rank is not None}
     counts = held if kind in _COUNTED else ()
     values = [one.value for one in counts if one.value is not None]
@@ -248,8 +250,8 @@ def _state_part(kind: str, held: Sequence[_Held]) -> StatePart:
 
 
 def _held_in(
-    leaves: Sequence[Leaf], kinds: Sequence[StateKind], places: Sequence[_Held]
-) -> Iterator[_Held]:
+    leaves: Sequence[Leaf], kinds: Sequence[StateKind], places: Sequence[_StateLocation]
+) -> Iterator[_StateLocation]:
     """The places that hold state; not those of an optimizer without state.
 
     Of LitGPT's two counts `step_count` is that of steps.
@@ -282,7 +284,7 @@ class _OfFile(NamedTuple):
 
 def _held_by_file(
     sources: Sources, file: _OfFile, unrecognized: dict[str, set[str]], keys: set[str]
-) -> Iterator[_Held]:
+) -> Iterator[_StateLocation]:
     """What a decoded file holds; what is not recognized goes to `unrecognized`."""
     path, by_name, beside = file
     leaves = [*leaves_of(sources.contents[path])]
@@ -299,13 +301,13 @@ def _held_by_file(
         key = outermost_key(leaf)
         where = path if is_named or not leaf.path else f"{path}: {key}"
         value = leaf.value if counts else None
-        places.append(_Held("", where, rank, value, is_adapter_file(path)))
+        places.append(_StateLocation("", where, rank, value, is_adapter_file(path)))
         keys.update(_tensor_key(leaf, kind))
         if kind.may_be:
             unrecognized[where].update(kind.may_be)
     yield from _held_in(leaves, kinds, places)
     for always in by_name.always if by_name else ():
-        yield _Held(always, path, rank)
+        yield _StateLocation(always, path, rank)
 
 
 def check_required(state: TrainState, require: Iterable[str], url: str) -> Iterator[Finding]:

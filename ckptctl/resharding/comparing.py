@@ -93,7 +93,7 @@ def diff(
             inspected = inspect_step(found, checked, level=Level.LISTING)
             _check_inspected(inspected)
             sides.append(_Side(found, inspected))
-        compared = _Compared(*sides)
+        compared = _StepComparison(*sides)
         found_different = [*compared.by_metadata()]
         is_one = _place(found_a) == _place(found_b)
         if values and not is_one:
@@ -173,7 +173,7 @@ def _parts(found: OpenTarget, inspected: Inspection) -> Sequence[tuple[str, Sour
     return [(part.path, part) for part in source_of(inspected).parts]
 
 
-class _Compared:
+class _StepComparison:
     """The comparison of two steps."""
 
     def __init__(self, a: _Side, b: _Side) -> None:
@@ -374,7 +374,7 @@ def _hash_of(data: bytes) -> str:
 
 
 def _answer(
-    compared: _Compared, found: Sequence[Difference], *, values: bool, is_one: bool
+    compared: _StepComparison, found: Sequence[Difference], *, values: bool, is_one: bool
 ) -> Diff:
     layouts = sum(one.what == "layout" for one in found)
     real = len(found) - layouts

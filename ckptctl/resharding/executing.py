@@ -143,14 +143,16 @@ class WriteOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenStep:
     """A step that was written; `continued` of its files were written by an earlier call."""
 
     report: Report
     continued: int
 
 
-def write(plan: Plan, place: Place, room: ThreadLimits, options: WriteOptions) -> Written | Report:
+def write(
+    plan: Plan, place: Place, room: ThreadLimits, options: WriteOptions
+) -> WrittenStep | Report:
     """Write, verify, seal and publish a step; a `Report` if the new step is not complete.
 
     Every process of the group calls this, and rank 0 publishes; the others get the result of a
@@ -180,11 +182,11 @@ def write(plan: Plan, place: Place, room: ThreadLimits, options: WriteOptions) -
 
     report = group.share(complete)[0]
     if report is None or not group.is_first:
-        return Written(plan.source.report, continued)
+        return WrittenStep(plan.source.report, continued)
     if report.exit_code and not (options.accept_unverifiable and report.exit_code == _UNVERIFIABLE):
         return report
     work.publish()
-    return Written(replace(report, url=place.url), continued)
+    return WrittenStep(replace(report, url=place.url), continued)
 
 
 _UNVERIFIABLE = 22

@@ -35,7 +35,7 @@ from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import clamped
 from ckptctl.resharding.executing import Place, WriteOptions, write
-from ckptctl.resharding.planning import Wanted, plan
+from ckptctl.resharding.planning import TargetLayout, plan
 from ckptctl.resharding.reading import SafetensorsPart, files_of_index, open_flat, read_safetensors
 from ckptctl.resharding.results import Converted, left_out, not_converted
 from ckptctl.resharding.sources import (
@@ -337,7 +337,7 @@ def _left_out(names: Sequence[str], what: str, noun: str = "file") -> Iterator[F
 def _import(source: Source, notes: Sequence[Finding], asked: Conversion, place: Place) -> Converted:
     if asked.refuses(source.report):
         return not_converted(source.url, place.url, source.report)
-    planned = plan(source, Wanted(asked.world_size or 1, asked.only_model))
+    planned = plan(source, TargetLayout(asked.world_size or 1, asked.only_model))
     if not any(part.entries for part in planned.parts):
         what = "no model" if asked.only_model else "no entries"
         raise UsageError(

@@ -1,6 +1,6 @@
 """Plan a new step: which rank's file holds which slice, where, and from which records.
 
-Pure: from a `Source` and a `Wanted` layout to a `Plan` that places every byte before
+Pure: from a `Source` and a `TargetLayout` to a `Plan` that places every byte before
 any is read. The size of each record is known exactly, because the frame around the
 elements has a known length (`formats.archive.writing`).
 """
@@ -37,7 +37,7 @@ TINY_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TargetLayout:
     """The layout of the new step."""
 
     world_size: int
@@ -86,7 +86,7 @@ class Plan:
     """The new step. `files` are the sidecars that are copied as they are."""
 
     source: Source
-    wanted: Wanted
+    wanted: TargetLayout
     parts: tuple[PartPlan, ...]
     files: tuple[RankFile, ...]
     findings: tuple[Finding, ...]
@@ -125,7 +125,7 @@ def new_metadata(part: PartPlan, url: str, identity: str) -> bytes:
     return metadata_bytes(part.entries, part.paths, checkpoint_id=url, save_id=save_id)
 
 
-def plan(source: Source, wanted: Wanted) -> Plan:
+def plan(source: Source, wanted: TargetLayout) -> Plan:
     """Plan `source` in the layout `wanted`.
 
     Cost: no read; time linear in the number of chunks, some 10 µs each.
@@ -183,7 +183,7 @@ def _per_rank(source: Source, n_ranks: int) -> Iterator[Finding]:
         )
 
 
-def _not_alike(source: Source, wanted: Wanted) -> Iterator[Finding]:
+def _not_alike(source: Source, wanted: TargetLayout) -> Iterator[Finding]:
     """The findings for values that several ranks saved, of which one is kept."""
     for part in source.parts:
         if part.several:
@@ -198,7 +198,7 @@ def _not_alike(source: Source, wanted: Wanted) -> Iterator[Finding]:
             )
 
 
-def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
+def _part(part: SourcePart, wanted: TargetLayout, alone: bool) -> PartPlan:
     n_ranks = wanted.world_size
     tensors = [t for t in part.tensors if _goes_along(t, wanted)]
     others = [b for b in part.bytes_entries if _goes_along(b, wanted)]
@@ -237,11 +237,11 @@ def _part(part: SourcePart, wanted: Wanted, alone: bool) -> PartPlan:
     return PartPlan(part, files, tuple(entries), paths, n_cut, len(slices) - n_cut)
 
 
-def _goes_along(entry: SourceTensor | SourceBytes, wanted: Wanted) -> bool:
+def _goes_along(entry: SourceTensor | SourceBytes, wanted: TargetLayout) -> bool:
     return not wanted.only_model or entry.kind == "model"
 
 
-def _slices_for(tensor: SourceTensor, wanted: Wanted, alone: bool) -> tuple[RankSlice, ...]:
+def _slices_for(tensor: SourceTensor, wanted: TargetLayout, alone: bool) -> tuple[RankSlice, ...]:
     """The slices of a tensor in the new step."""
     shape = tensor.entry.shape
     if not shape or 0 in shape or not _is_cut(tensor, alone):

@@ -27,7 +27,7 @@ from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import Place, WriteOptions, write
 from ckptctl.resharding.planning import (
     Plan,
-    Wanted,
+    TargetLayout,
     check_world_size,
     plan,
     shares,
@@ -145,7 +145,7 @@ def reshard(
         )
 
 
-def _layout(world_size: int | None, only_model: bool) -> Wanted:
+def _layout(world_size: int | None, only_model: bool) -> TargetLayout:
     """The requested layout; raises `UsageError`."""
     if world_size is None:
         raise UsageError(
@@ -153,7 +153,7 @@ def _layout(world_size: int | None, only_model: bool) -> Wanted:
             instead="--world-size 8",
         )
     check_world_size(world_size)
-    return Wanted(world_size, only_model)
+    return TargetLayout(world_size, only_model)
 
 
 def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | None) -> None:
@@ -259,7 +259,7 @@ def _answer(planned: Plan, url: str) -> Reshard:
     )
 
 
-def _refused(source: str, target: str, wanted: Wanted, report: Report) -> Reshard:
+def _refused(source: str, target: str, wanted: TargetLayout, report: Report) -> Reshard:
     verdict = report.verdict.value
     return Reshard(
         source=source,

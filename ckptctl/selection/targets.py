@@ -357,7 +357,7 @@ def _lone_file(store: Store, file: FileInfo) -> UsageError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RootFingerprint:
     """The state of a root: its folder, where it has one; its sentinel; its steps."""
 
     folder: tuple[int, int] | None
@@ -369,7 +369,7 @@ class SeenRoots:
     """The roots of a process as it saw them first, by address."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _RootFingerprint] = {}
 
     def check(self, store: Store, listing: RootListing, *, steps_stay: bool = True) -> None:
         """Raise `StorageUnavailable` if a root is gone, or another one, since the last check.
@@ -389,7 +389,7 @@ class SeenRoots:
                 folder = store.folders.root_id()
             except PathNotFound as error:
                 raise _vanished(store, "it does not exist any more") from error
-        now = _Seen(folder, has_sentinel(store), len(listing.steps))
+        now = _RootFingerprint(folder, has_sentinel(store), len(listing.steps))
         if before is not None:
             known, found = before.folder, now.folder
             if known and found and not is_same_folder(known, found, store.url):

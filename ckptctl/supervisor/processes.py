@@ -26,8 +26,8 @@ from types import FrameType
 
 from ckptctl.distributed.process_table import (
     ENDED,
-    Entry,
     Process,
+    ProcessEntry,
     entry_of,
     environment_of,
     is_alive,
@@ -87,11 +87,11 @@ class JobProcesses:
                     os.waitpid(entry.process.pid, os.WNOHANG)
         return left
 
-    def _is_first(self, entry: Entry) -> bool:
+    def _is_first(self, entry: ProcessEntry) -> bool:
         own = entry.process == self.leader or _has_marker(entry, self._marker)
         return own or self._is_adopted(entry)
 
-    def _is_adopted(self, entry: Entry) -> bool:
+    def _is_adopted(self, entry: ProcessEntry) -> bool:
         """Whether it is an orphan of the job: what this process starts is in its own session."""
         return (
             entry.parent == os.getpid()
@@ -112,7 +112,7 @@ def descendants(bystanders: Collection[int]) -> list[Process]:
     Orphans are found, too, while this process adopts them.
     """
 
-    def is_first(entry: Entry) -> bool:
+    def is_first(entry: ProcessEntry) -> bool:
         return entry.parent == os.getpid() and entry.process.pid not in bystanders
 
     return [each.process for each in _of_job(table(), is_first)]
@@ -204,7 +204,9 @@ def receiving(
             signal.signal(each, handler)
 
 
-def _of_job(table: Mapping[int, Entry], is_first: Callable[[Entry], bool]) -> Iterator[Entry]:
+def _of_job(
+    table: Mapping[int, ProcessEntry], is_first: Callable[[ProcessEntry], bool]
+) -> Iterator[ProcessEntry]:
     """The living processes that `is_first` holds for, and all below them; never this process."""
     belongs: dict[int, bool] = {0: False, 1: False, os.getpid(): False}
 
@@ -223,5 +225,5 @@ def _of_job(table: Mapping[int, Entry], is_first: Callable[[Entry], bool]) -> It
             yield entry
 
 
-def _has_marker(entry: Entry, value: str) -> bool:
+def _has_marker(entry: ProcessEntry, value: str) -> bool:
     return os.fsencode(f"{MARKER}={value}") in environment_of(entry.process.pid)

@@ -53,7 +53,7 @@ def _lies_in(store: Store, chosen: Report) -> bool:
 
 
 def supersede_all(
-    job: Job, held: Held, chosen: Report | None, branches: Sequence[Branch]
+    job: Job, held: HeldRoot, chosen: Report | None, branches: Sequence[Branch]
 ) -> tuple[list[int], list[str]]:
     """Record the resume and supersede the abandoned steps of each root; numbers and warnings.
 
@@ -85,7 +85,7 @@ def supersede_all(
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldRoot:
     """The root that an attempt holds by its token: it writes there, and marks in others."""
 
     store: Store
@@ -131,7 +131,9 @@ def confirm(job: Job, token: Token, resumed: Report, reason: str) -> None:
                 continue
             report = inspect_listed(store, named).report
             if resumed.is_same_save(report) and not report.has_finding("step.confirmed"):
-                Held(job.store, token).mark(store, name, report, MarkKind.CONFIRMED, reason=reason)
+                HeldRoot(job.store, token).mark(
+                    store, name, report, MarkKind.CONFIRMED, reason=reason
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def newer_steps(
     return tuple(newer)
 
 
-def supersede(held: Held, branch: Branch, step: int | None) -> tuple[int, ...]:
+def supersede(held: HeldRoot, branch: Branch, step: int | None) -> tuple[int, ...]:
     """Supersede the abandoned steps of one root; their numbers, oldest first.
 
     `branch` was read when the resumed step was decided, so it excludes saves of a later

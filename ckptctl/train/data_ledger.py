@@ -71,7 +71,7 @@ class _Taken:
 
 
 @dataclass(slots=True)
-class _History:
+class _SavedLedger:
     """What the last step that was saved holds; on rank 0."""
 
     since: int = 0
@@ -112,7 +112,7 @@ class DataLedger:
         self._rows: dict[tuple[int, int, int], _Taken] = {}
         self._open: dict[int, _Taken] = {}
         self._marked = 0
-        self._history = _History()
+        self._history = _SavedLedger()
         self._interval: list[LedgerRow] = []
         self._unrecorded: set[int] = set()
         self._spans: dict[int, list[SpanFields]] = {}
@@ -187,7 +187,7 @@ class DataLedger:
         """
         self._marked = step
         self._rows, self._open, self._interval, self._spans = {}, {}, [], {}
-        self._history = _History(step, step)
+        self._history = _SavedLedger(step, step)
         if fields is None:
             return False
         now, before = self._expected_now(), fields["expected"]
@@ -331,9 +331,9 @@ def _as_list(ids: Any) -> list[SampleId]:
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
 
-def _history_of(fields: DataFields) -> _History:
+def _history_of(fields: DataFields) -> _SavedLedger:
     epochs = fields["epochs"]
-    return _History(
+    return _SavedLedger(
         fields["since"],
         fields["step"],
         {

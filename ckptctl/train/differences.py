@@ -58,11 +58,11 @@ def names_in(saved: Metadata) -> Iterator[str]:
 
 def compare(ranks: Sequence[RankEntries], saved: Metadata) -> Differences:
     """What all ranks together would lose by a load of the step; the same on every rank."""
-    return _Comparison(ranks, saved).run()
+    return _StateComparison(ranks, saved).run()
 
 
 @dataclass(slots=True)
-class _Comparison:
+class _StateComparison:
     ranks: Sequence[RankEntries]
     saved: Metadata
     lost: list[str] = field(default_factory=list)

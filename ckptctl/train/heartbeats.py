@@ -82,11 +82,11 @@ def report_saving(step: int | None) -> None:
 
 
 _LOCK = threading.Lock()
-_writers: dict[int, _Writer | None] = {}
+_writers: dict[int, _HeartbeatWriter | None] = {}
 """The writer by process id: a forked process does not report for its parent."""
 
 
-def _writer() -> _Writer | None:
+def _writer() -> _HeartbeatWriter | None:
     pid = os.getpid()
     if pid not in _writers:
         with _LOCK:
@@ -96,7 +96,7 @@ def _writer() -> _Writer | None:
     return _writers[pid]
 
 
-def _opened() -> _Writer | None:
+def _opened() -> _HeartbeatWriter | None:
     path, key = os.environ.get(FOLDER_VARIABLE, ""), os.environ.get(KEY_VARIABLE, "")
     if not path or not key:
         return None
@@ -104,7 +104,7 @@ def _opened() -> _Writer | None:
         folder = _opened_folder(path)
     except (OSError, StorageError):
         return None
-    writer = _Writer(folder, key, *_rank_and_size())
+    writer = _HeartbeatWriter(folder, key, *_rank_and_size())
     # A program that a rank starts inherits its environment, and must not report for it.
     if not writer.is_taken():
         return writer
@@ -132,7 +132,7 @@ def _rank_and_size() -> tuple[int, int | None]:
     return cluster_context().rank or 0, None
 
 
-class _Writer:
+class _HeartbeatWriter:
     """Writes the heartbeat of this process."""
 
     def __init__(self, folder: HeldFolder, key: str, rank: int, size: int | None) -> None:

@@ -48,7 +48,7 @@ from ckptctl.train.tensor_copy import elements_of, is_plain, memory_of, parts_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _WriteEntry:
     """What a rank would write under one name: a value, a tensor, or a shard of one.
 
     `key` is equal for what DCP takes for the same. Without `compared` only the form has to agree.
@@ -154,7 +154,7 @@ class HeldOnce:
             numbers[place] = number
         return _packed(numbers)
 
-    def _exact(self, entry: _Entry) -> _Exact:
+    def _exact(self, entry: _WriteEntry) -> _Exact:
         path = self._paths[entry.name]
         unit = unit_of(path)
         if path[0] == "dataloader" or entry.name in self._divided:
@@ -170,25 +170,25 @@ class HeldOnce:
         name_by_rank(self._state, [unit for unit in units if unit in held], self._rank)
 
 
-def _entries(flat: dict[str, Any], copied: Collection[str]) -> Iterator[_Entry]:
+def _entries(flat: dict[str, Any], copied: Collection[str]) -> Iterator[_WriteEntry]:
     """What DCP would write of a flattened state; of a sharded tensor also its global form."""
     sharded = set()
     for item in create_default_local_save_plan(flat, is_coordinator=True).items:
         name, about = item.index.fqn, item.tensor_data
         value = flat[name]
         if about is None:
-            yield _Entry(name, number_of(name), "a value", value)
+            yield _WriteEntry(name, number_of(name), "a value", value)
             continue
         form = f"{about.properties.dtype} {tuple(about.size)}"
         if not hasattr(value, "to_local") and not hasattr(value, "local_shards"):
-            yield _Entry(name, number_of(name), form, value, name not in copied)
+            yield _WriteEntry(name, number_of(name), form, value, name not in copied)
             continue
         if name not in sharded:
             sharded.add(name)
-            yield _Entry(name, number_of(name), f"shards of {form}", compared=False)
+            yield _WriteEntry(name, number_of(name), f"shards of {form}", compared=False)
         (shard,) = local_tensors(find_state_dict_object(flat, item.index))
         place = f"{name} at {tuple(about.chunk.offsets)}"
-        yield _Entry(name, number_of(place), str(tuple(about.chunk.sizes)), shard)
+        yield _WriteEntry(name, number_of(place), str(tuple(about.chunk.sizes)), shard)
 
 
 def _is_divided(value: Any) -> bool:

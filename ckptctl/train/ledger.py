@@ -51,7 +51,7 @@ from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.train.abandoning import Held, inspect_listed
+from ckptctl.train.abandoning import HeldRoot, inspect_listed
 from ckptctl.train.restoring import Job, Restored
 
 _TIME = "%Y%m%dT%H%M%S.%fZ"
@@ -487,7 +487,9 @@ def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
     return {step: tuple(each) for step, each in found.items()}
 
 
-def reject_proven(held: Held, store: Store, attempts: Attempts) -> tuple[tuple[Report, bool], ...]:
+def reject_proven(
+    held: HeldRoot, store: Store, attempts: Attempts
+) -> tuple[tuple[Report, bool], ...]:
     """Reject the steps of a root that the ledgers prove bad; each with whether it was marked.
 
     An accepted or rejected step keeps its mark. A root other than the held one may be

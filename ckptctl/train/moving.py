@@ -174,7 +174,7 @@ class ParameterNames(NamedTuple):
         )
 
 
-class _Entry(NamedTuple):
+class _StepEntry(NamedTuple):
     """An entry of the step; `key` is that under which messages name it, the front of its path.
 
     The first key of a value in a file beside the shards is the path of the file; `entry` is None.
@@ -349,7 +349,7 @@ class Move:
 
     # What the step holds
 
-    def _recognized(self, mapped: StateMap) -> dict[str, _Entry]:
+    def _recognized(self, mapped: StateMap) -> dict[str, _StepEntry]:
         kinds = entry_kinds(self._saved, "", mapped)
         everything: Mapping[str, TensorEntry | BytesEntry]
         everything = {**self._saved.tensors, **self._saved.bytes_entries}
@@ -357,7 +357,7 @@ class Move:
         for name, leaf in entries_of(self._saved):
             path, key = tuple(leaf.path), outermost_key(leaf)
             n_key = next(n for n in range(1, len(path) + 1) if _dotted(path[:n]) == key)
-            entries[name] = _Entry(name, path, key, n_key, kinds[name], everything[name])
+            entries[name] = _StepEntry(name, path, key, n_key, kinds[name], everything[name])
         for file, (by_name, value) in self._beside.values.items():
             held = [*_leaves_in(value)]
             leaves = [leaf for leaf, _ in held]
@@ -373,7 +373,7 @@ class Move:
                 )
                 n_key = 0 if is_of_one_kind else n_key
                 front = _shown((file, *leaf.path[:n_key]))
-                entry = _Entry(
+                entry = _StepEntry(
                     _shown((file, *leaf.path)), (file, *leaf.path), front, n_key + 1, kind_of_leaf
                 )
                 entries[entry.name], self._in_files[entry.name] = entry, one
@@ -390,7 +390,7 @@ class Move:
             )
         return root
 
-    def _kind(self, entry: _Entry) -> str:
+    def _kind(self, entry: _StepEntry) -> str:
         """The kind of an entry, of which a scaler is one here."""
         if entry.kind.names == ("other",) and (
             entry.path[:-1] in self._scalers or is_scaler_name(entry.key.rpartition(".")[2])
@@ -398,11 +398,11 @@ class Move:
             return "grad_scaler"
         return entry.kind.names[0]
 
-    def _of_kind(self, kind: str) -> list[_Entry]:
+    def _of_kind(self, kind: str) -> list[_StepEntry]:
         """The entries of one kind that are not taken yet."""
         return [one for one in self._entries.values() if self._kind(one) == kind]
 
-    def _roots(self, kind: str, entries: Iterable[_Entry]) -> list[Path]:
+    def _roots(self, kind: str, entries: Iterable[_StepEntry]) -> list[Path]:
         """The shortest fronts of paths below which all is of one kind."""
         if kind in self._mapped:
             return [self._mapped[kind]]
@@ -431,7 +431,7 @@ class Move:
                     return entry.path[:n]
         return None
 
-    def _take(self, entries: Iterable[_Entry], *, read: bool = True) -> list[_Entry]:
+    def _take(self, entries: Iterable[_StepEntry], *, read: bool = True) -> list[_StepEntry]:
         """Take entries of the step; with `read`, their values are needed."""
         taken = [*entries]
         for entry in taken:
@@ -440,10 +440,10 @@ class Move:
             self._to_read.update(entry.name for entry in taken)
         return taken
 
-    def _take_below(self, root: Path, *, read: bool = True) -> list[_Entry]:
+    def _take_below(self, root: Path, *, read: bool = True) -> list[_StepEntry]:
         return self._take([one for one in self._entries.values() if one.is_below(root)], read=read)
 
-    def _place(self, entry: _Entry, path: Path) -> None:
+    def _place(self, entry: _StepEntry, path: Path) -> None:
         """Give an entry of the step its name in this job."""
         name = _dotted(path)
         held = entry.entry
@@ -545,7 +545,7 @@ class Move:
             self._take(entries, read=False)
             self._place_optimizer([(one, tails[one.name]) for one in entries], len(start))
 
-    def _place_optimizer(self, entries: Iterable[tuple[_Entry, Path]], n_start: int) -> None:
+    def _place_optimizer(self, entries: Iterable[tuple[_StepEntry, Path]], n_start: int) -> None:
         flat: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for entry, (first, value, *rest) in entries:
             group = str(first)
@@ -759,7 +759,7 @@ class Move:
         for file, why in self._beside.refused.items():
             remedy = "load it in the script, and pass what it holds in extra"
             self._left.append(_Left("extra", f"{file}, {why}", remedy))
-        by_key: dict[str, list[_Entry]] = defaultdict(list)
+        by_key: dict[str, list[_StepEntry]] = defaultdict(list)
         for entry in self._entries.values():
             by_key[entry.key].append(entry)
         for key, entries in by_key.items():
@@ -819,7 +819,7 @@ def _count_of(kind: str, names: Sequence[str]) -> _Maker:
     return make
 
 
-def _tail_in_optimizer(entry: _Entry, start: str, n_words: int) -> Path:
+def _tail_in_optimizer(entry: _StepEntry, start: str, n_words: int) -> Path:
     """The parameter or group, and the name of the value; empty for what is of another form.
 
     Source: torch 2.13 `distributed/checkpoint/state_dict.py` (`flatten_optimizer_state_dict` puts

@@ -334,7 +334,7 @@ class Reader(StorageReader):
         return StepDamaged(self._path, replace(finding, next_command=command))
 
 
-class _Item:
+class _ReadTarget:
     """An item of torch's plan, as a target of the record engine: a slice of one tensor."""
 
     def __init__(self, item: ReadItem, load: _Load) -> None:
@@ -417,7 +417,10 @@ class _Load(Caller):
         try:
             with collector_paused():  # one collection takes as long as reading a gigabyte
                 loads.load(
-                    {n: [_Item(item, self) for item in items] for n, items in self._wanted.items()}
+                    {
+                        n: [_ReadTarget(item, self) for item in items]
+                        for n, items in self._wanted.items()
+                    }
                 )
         except LinkNotFollowed:
             raise  # nothing is known about the file, and no older step replaces this one

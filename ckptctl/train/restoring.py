@@ -118,7 +118,7 @@ class Restore:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: LoadTarget,
         differences: Differences,
         saved: SavedProgress,
         job: Job,
@@ -546,7 +546,7 @@ def _words(cause: BaseException, url: str) -> str:
     return f"{url} could not be loaded ({type(cause).__name__}: {first})"
 
 
-class Wanted:
+class LoadTarget:
     """The state that a load fills on this rank, by the names of the entries of the step.
 
     `saved` is the step as this rank sees it, `own` are the names in it that differ, and `values`

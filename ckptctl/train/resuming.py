@@ -32,7 +32,7 @@ from ckptctl.selection.choosing import NoStepReason, PassedOver
 from ckptctl.selection.fencing import Token, check_token, take_token
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import Pick
-from ckptctl.train.abandoning import Branch, Held, abandoned_branches, supersede_all
+from ckptctl.train.abandoning import Branch, HeldRoot, abandoned_branches, supersede_all
 from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
 from ckptctl.train.ledger import (
     Ledger,
@@ -67,11 +67,11 @@ from ckptctl.train.resolving import (
 from ckptctl.train.restoring import (
     Inventory,
     Job,
+    LoadTarget,
     Restore,
     Restored,
     SavedProgress,
     Start,
-    Wanted,
     kinds_in,
     progress_of,
     read_into,
@@ -212,7 +212,9 @@ class Resume:
         branches = () if self._replays else abandoned_branches(self._job, decision.chosen)
         return decision, (inspected, branches)
 
-    def _load(self, chosen: Report, opened: OpenStep) -> tuple[Wanted, Differences] | LoadFailed:
+    def _load(
+        self, chosen: Report, opened: OpenStep
+    ) -> tuple[LoadTarget, Differences] | LoadFailed:
         """The state loaded on this rank, and what is lost; or the failure that all ranks agree on.
 
         Raises `StateRefused` before anything is loaded if the step and the job do not hold the
@@ -245,7 +247,7 @@ class Resume:
             notes=(*view.notes, *differences.notes),
         )
 
-    def _wanted(self, view: StepView, undo: ExitStack) -> tuple[RankEntries, Wanted]:
+    def _wanted(self, view: StepView, undo: ExitStack) -> tuple[RankEntries, LoadTarget]:
         """What this rank loads; `undo` takes back the state that its optimizers get for it."""
         parts, saved, kinds = self._job.parts, view.saved, kinds_in(view.saved)
         formless = False
@@ -255,7 +257,7 @@ class Resume:
                     undo.callback(optimizer.state.clear)
                 formless |= not allocate_state(optimizer) and name == "optimizer"
         held = template(parts, self._job.position, saved, kinds, formless=formless)
-        wanted = Wanted(held, saved, view.names, view.values)
+        wanted = LoadTarget(held, saved, view.names, view.values)
         names = (view.names.get(name, name) for name in names_in(view.shared))
         return wanted.entries(parts, list(names)), wanted
 
@@ -292,7 +294,7 @@ class Resume:
         return ParameterNames.of(sharded(self._job.parts, ("model", "optimizer"))), whole
 
     def _restore(
-        self, chosen: Report, wanted: Wanted, differences: Differences
+        self, chosen: Report, wanted: LoadTarget, differences: Differences
     ) -> tuple[SavedProgress, Inventory]:
         job = self._job
         saved = progress_of(wanted.state, chosen.number or 0)
@@ -334,7 +336,7 @@ class Resume:
         job = self._job
         # Read again: the earlier attempt may have failed or ended since.
         attempts = read_failures(job.store)
-        held = Held(job.store, attempt.token)
+        held = HeldRoot(job.store, attempt.token)
         rejected: list[tuple[Report, bool]] = []
         for url, store in job.stores.items():
             with suppress(*job.tolerated(url)):
@@ -378,7 +380,7 @@ class Resume:
                 "step was marked",
                 next_command=command_line("pick", *job.selection.roots.words),
             )
-        held = Held(job.store, attempt.token)
+        held = HeldRoot(job.store, attempt.token)
         superseded, warnings = supersede_all(job, held, chosen, restored.branches)
         report = resume_document(job, restored) | {
             "attempt": attempt.token.attempt,

@@ -55,7 +55,7 @@ from ckptctl.selection.sealing import bound, digested, digests_for, identity_of,
 from ckptctl.signatures import public_key, public_key_of
 from ckptctl.storage.contract import Folders, Store
 from ckptctl.storage.opening import join_url
-from ckptctl.train.abandoning import Held, move_aside
+from ckptctl.train.abandoning import HeldRoot, move_aside
 from ckptctl.train.held_once import LowestRankPlanner
 from ckptctl.train.ledger import RankAttempt
 from ckptctl.train.writer import Writer, WrittenFile
@@ -261,7 +261,7 @@ class StepSave:
         for path, data in own.items():
             self._store.put(f"{self.name}/{path}", data)
         if self._lost:
-            held = Held(self._store, self._attempt.token)
+            held = HeldRoot(self._store, self._attempt.token)
             held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=self._lost)
         self._check_token()
 

@@ -13,7 +13,13 @@ from ckptctl.formats.digests import BLOCK_BYTES, Algorithm
 from ckptctl.formats.own.seals import Identity, Seal, SealedFile, parse_seal, seal_bytes
 from ckptctl.inspection import seals as checks
 from ckptctl.inspection.content import SealComparison
-from ckptctl.inspection.seals import Seen, applies_to_step, check_seal, is_unwritten, written_ms
+from ckptctl.inspection.seals import (
+    InspectedStep,
+    applies_to_step,
+    check_seal,
+    is_unwritten,
+    written_ms,
+)
 from ckptctl.model import Step
 from ckptctl.options import Requirements
 from ckptctl.records.byte_pass import DigestRun, Limits, Piece, Stretch, read_runs
@@ -56,9 +62,11 @@ def sealed(root: Path, *, algorithm: Algorithm = Algorithm.XXH3, key: bytes | No
 
 def seen(
     root: Path, metadata: str | None = METADATA, number: int | None = 5, named: str | None = None
-) -> Seen:
+) -> InspectedStep:
     digests = {".metadata": metadata} if metadata else {}
-    return Seen(listed(root, number), digests, (named or "__0_0.distcp __1_0.distcp").split())
+    return InspectedStep(
+        listed(root, number), digests, (named or "__0_0.distcp __1_0.distcp").split()
+    )
 
 
 def codes(findings) -> list[str]:

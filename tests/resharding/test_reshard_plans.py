@@ -12,7 +12,7 @@ import ckptctl
 from ckptctl.model import Chunks, TensorEntry
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.planning import Wanted, plan, shares
+from ckptctl.resharding.planning import TargetLayout, plan, shares
 from ckptctl.resharding.sources import (
     Source,
     SourceChunk,
@@ -44,7 +44,7 @@ def large_source(report: ckptctl.Report) -> Source:
 @pytest.mark.slow
 def test_half_a_million_chunks_are_planned_and_every_byte_has_its_place(checkpoints):
     report = ckptctl.verify(str(checkpoints / "fsdp_2" / "step_100"))
-    planned = plan(large_source(report), Wanted(192))
+    planned = plan(large_source(report), TargetLayout(192))
     of_ranks = [*shares(planned)]
     assert sum(share.bytes_read for share in of_ranks) == N_TENSORS * ROWS * 8 * 4
     assert len(of_ranks) == 192

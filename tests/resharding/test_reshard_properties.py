@@ -17,8 +17,8 @@ from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.model import DTYPE_SIZES, Level
 from ckptctl.options import Requirements, StorageOptions
-from ckptctl.resharding.executing import Place, WriteOptions, Written, write
-from ckptctl.resharding.planning import Plan, Wanted, chunked, plan, sharded
+from ckptctl.resharding.executing import Place, WriteOptions, WrittenStep, write
+from ckptctl.resharding.planning import Plan, TargetLayout, chunked, plan, sharded
 from ckptctl.resharding.sources import ThreadLimits, source_of
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.local import LocalStore
@@ -49,7 +49,7 @@ def tensors(draw):
 STEPS = st.dictionaries(st.sampled_from(["model.a", "model.b", "optim.c", "rng.d"]), tensors())
 
 
-def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
+def cut_anew(source: Path, target: Path, wanted: TargetLayout, block: int) -> Plan:
     """Write a step with blocks so small that every tensor takes several."""
     with open_target(str(source), Requirements(), StorageOptions()) as found:
         checked = Requirements()
@@ -59,7 +59,7 @@ def cut_anew(source: Path, target: Path, wanted: Wanted, block: int) -> Plan:
         place = Place(LocalStore(str(target.parent)), target.name)
         budget = ThreadLimits(2, block, 1 << 20)
         written = write(planned, place, budget, WriteOptions())
-        assert isinstance(written, Written), written.findings
+        assert isinstance(written, WrittenStep), written.findings
     return planned
 
 
@@ -90,7 +90,7 @@ def there_and_back(step, n_ranks, block, transposed, n_files) -> None:
         there, back = folder / "b" / "step_1", folder / "c" / "step_1"
         for target in (there, back):
             target.parent.mkdir()
-        cut_anew(source, there, Wanted(n_ranks), block)
+        cut_anew(source, there, TargetLayout(n_ranks), block)
         check_same(source, there)
         done = ckptctl.reshard(str(there), str(back), world_size=3)
         assert done.written, done.report.findings
