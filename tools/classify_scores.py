@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ckptctl
 from ckptctl.failures.classifying import decide
-from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.matching import FailureLogReader, folded
 from ckptctl.failures.results import CLASSES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ def labelled(name: str) -> list[tuple[str, str]]:
 
 def answer_for(text: str) -> str:
     """The class that a line alone is evidence of, or `none`."""
-    reader = LogReader("one line")
+    reader = FailureLogReader("one line")
     decisive = decide(folded((reader, found) for found in reader.take([(1, text)]))).decisive
     return decisive.failure if decisive else "none"
 

@@ -30,7 +30,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckptctl.failures.classifying import decide
-from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.matching import FailureLogReader, folded
 from ckptctl.failures.results import CLASSES
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "failures" / "outside.tsv"
@@ -146,7 +146,7 @@ def outcomes(places: Places, parts: tuple[str, ...]) -> Iterator[Outcome]:
         if digest(text) != expected:
             print(f"changed: {address}")
             continue
-        reader = LogReader(address)
+        reader = FailureLogReader(address)
         numbered = [*enumerate(text.splitlines(), 1)]
         decision = decide(folded((reader, found) for found in reader.take(numbered)))
         answer = decision.decisive.failure if decision.decisive else "unknown"

@@ -12,7 +12,7 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line
 from ckptctl.options import Parameter, StorageOptions
 from ckptctl.rerun.deciding import Comparison, ValueOrigin
-from ckptctl.rerun.rerunning import LoggedLoss, Replay, Rerun, RerunOptions
+from ckptctl.rerun.rerunning import LoggedLoss, ReplayResult, Rerun, RerunOptions
 from ckptctl.rerun.rerunning import rerun as lead_replays
 from ckptctl.supervisor.nodes import NodeOptions
 
@@ -78,7 +78,7 @@ def rerun_lines(found: Rerun) -> list[Line]:
     return [*lines, *_table(found), *next_line(found.next_command)]
 
 
-def _about(replay: Replay) -> str:
+def _about(replay: ReplayResult) -> str:
     code = "" if not replay.exit_code else f"ended with {replay.exit_code}; "
     return code + ("logged no loss" if replay.compared is None else _compared(replay.compared))
 

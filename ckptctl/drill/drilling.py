@@ -177,7 +177,7 @@ def drill(
 
 def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     """Run the job without a fault; its options with the limits that its pace suggests."""
-    rows, saves = _Pace(), _Pace()
+    rows, saves = _GrowthTimes(), _GrowthTimes()
     job.newest()
     n_copied = len(job.names)
     job.start()
@@ -217,7 +217,7 @@ def _measured(job: DrillJob, options: DrillOptions) -> JobOptions:
     )
 
 
-class _Pace:
+class _GrowthTimes:
     """How long a count took to begin, and to grow, in seconds."""
 
     def __init__(self) -> None:

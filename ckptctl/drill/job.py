@@ -149,7 +149,7 @@ class JobOptions:
     patience_s: float = 1800.0
 
 
-class Rank(NamedTuple):
+class RankProcess(NamedTuple):
     """The process of a rank, and its node."""
 
     process: Process
@@ -298,14 +298,14 @@ class DrillJob:
         state = self.state()
         return marked(marker_of(state["run"], str(self.root))) if state else []
 
-    def ranks(self) -> Mapping[int, Rank]:
+    def ranks(self) -> Mapping[int, RankProcess]:
         """The process of each rank; the oldest process alone where no launcher started ranks."""
         found = self.processes()
         beats = beats_of_launched(found)
         if beats:
-            return {n: Rank(process_of(each), each["node"]) for n, each in beats.items()}
+            return {n: RankProcess(process_of(each), each["node"]) for n, each in beats.items()}
         oldest = min(found, key=lambda each: (each.started, each.pid), default=None)
-        return {} if oldest is None else {0: Rank(oldest, "")}
+        return {} if oldest is None else {0: RankProcess(oldest, "")}
 
     def await_(self, what: str, found: Callable[[], _FOUND | None]) -> _FOUND:
         """What `found` returns as soon as it is something; raises `TrialFailed` in vain.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.drill.job import DrillJob, LoggedSteps, Rank, TrialFailed
+from ckptctl.drill.job import DrillJob, LoggedSteps, RankProcess, TrialFailed
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.formatting import duration, markdown_code, markdown_row, safe
 from ckptctl.loss.checking import check_loss
@@ -51,10 +51,10 @@ class Injected:
     at_s: float
 
 
-Ranks = Mapping[int, Rank]
+Ranks = Mapping[int, RankProcess]
 
 
-def signal_ranks(ranks: Iterable[Rank], number: signal.Signals) -> None:
+def signal_ranks(ranks: Iterable[RankProcess], number: signal.Signals) -> None:
     """Send a signal to ranks."""
     signal_all([rank.process for rank in ranks], number)
 
@@ -275,7 +275,7 @@ class FaultInjection:
         first = job.newest() or 0
         job.start()
 
-        def ready() -> Mapping[int, Rank] | None:
+        def ready() -> Mapping[int, RankProcess] | None:
             if job.is_over():
                 raise TrialFailed(f"the job ended before the fault; see {job.log}")
             if not self._is_ready(first):

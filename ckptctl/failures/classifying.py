@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import Unknown, UsageError, guarded
-from ckptctl.failures.matching import LogReader
+from ckptctl.failures.matching import FailureLogReader
 from ckptctl.failures.rank_dumps import Stall, compare_dumps, compared, evidence_of, ranks_listed
-from ckptctl.failures.reading import Read, read_logs
+from ckptctl.failures.reading import LogEvidence, read_logs
 from ckptctl.failures.results import (
     CLASSES,
     CONFIDENCES,
@@ -368,7 +368,7 @@ def _answer(
     decision: WeighedEvidence,
     found: Sequence[Evidence],
     scheduler: str | None,
-    read: Read,
+    read: LogEvidence,
     stall: Stall,
     *,
     finished: bool,
@@ -528,7 +528,7 @@ def host_names(text: str) -> tuple[str, ...]:
 SCHEDULERS = ("slurm", "kubernetes", "torchrun", "ft_launcher", "shell")
 
 
-class _Meaning(NamedTuple):
+class _ExitMeaning(NamedTuple):
     """What an exit code or a signal shows; `action` and `restart` if they differ from the class."""
 
     failure: str
@@ -539,33 +539,33 @@ class _Meaning(NamedTuple):
 
 
 _RERUN = "Megatron requests a rerun on another device"
-_CODES: Mapping[int, _Meaning] = {
-    2: _Meaning("job-config", "usually a wrong argument"),
-    16: _Meaning("job-divergence", _RERUN, action="resume-elsewhere", restart="free"),
-    17: _Meaning("job-divergence", "Megatron's validation failed", restart="no"),
-    53: _Meaning("infra-node", "SLURM could not start or write there"),
-    75: _Meaning("infra-storage", "the storage did not answer", restart="yes"),
-    93: _Meaning("job-code", "the supervisor stopped restarting", restart="no"),
-    126: _Meaning("job-config", "the command cannot be executed", Role.ROOT, restart="no"),
-    127: _Meaning("job-config", "the command was not found", Role.ROOT, restart="no"),
+_CODES: Mapping[int, _ExitMeaning] = {
+    2: _ExitMeaning("job-config", "usually a wrong argument"),
+    16: _ExitMeaning("job-divergence", _RERUN, action="resume-elsewhere", restart="free"),
+    17: _ExitMeaning("job-divergence", "Megatron's validation failed", restart="no"),
+    53: _ExitMeaning("infra-node", "SLURM could not start or write there"),
+    75: _ExitMeaning("infra-storage", "the storage did not answer", restart="yes"),
+    93: _ExitMeaning("job-code", "the supervisor stopped restarting", restart="no"),
+    126: _ExitMeaning("job-config", "the command cannot be executed", Role.ROOT, restart="no"),
+    127: _ExitMeaning("job-config", "the command was not found", Role.ROOT, restart="no"),
 }
-_WARNED = _Meaning("preemption", "nobody handled the scheduler's warning")
+_WARNED = _ExitMeaning("preemption", "nobody handled the scheduler's warning")
 _SHORT_FILE = "usually a truncated memory-mapped file, or full shared memory"
-_SIGNALS: Mapping[int, _Meaning] = {
-    signal.SIGHUP: _Meaning("user", "its terminal session was closed"),
-    signal.SIGINT: _Meaning("user", "somebody pressed Ctrl-C", Role.ROOT),
-    signal.SIGQUIT: _Meaning("user", "somebody pressed Ctrl-\\"),
-    signal.SIGILL: _Meaning("job-code", "an instruction that the processor does not support"),
-    signal.SIGTRAP: _Meaning("job-code", "a trap"),
-    signal.SIGABRT: _Meaning("unknown", "the process aborted after an error", Role.CASCADE),
-    signal.SIGBUS: _Meaning("infra-storage", _SHORT_FILE),
-    signal.SIGFPE: _Meaning("job-code", "an arithmetic error"),
-    signal.SIGKILL: _Meaning("unknown", "killed; this alone does not show that memory ran out"),
+_SIGNALS: Mapping[int, _ExitMeaning] = {
+    signal.SIGHUP: _ExitMeaning("user", "its terminal session was closed"),
+    signal.SIGINT: _ExitMeaning("user", "somebody pressed Ctrl-C", Role.ROOT),
+    signal.SIGQUIT: _ExitMeaning("user", "somebody pressed Ctrl-\\"),
+    signal.SIGILL: _ExitMeaning("job-code", "an instruction that the processor does not support"),
+    signal.SIGTRAP: _ExitMeaning("job-code", "a trap"),
+    signal.SIGABRT: _ExitMeaning("unknown", "the process aborted after an error", Role.CASCADE),
+    signal.SIGBUS: _ExitMeaning("infra-storage", _SHORT_FILE),
+    signal.SIGFPE: _ExitMeaning("job-code", "an arithmetic error"),
+    signal.SIGKILL: _ExitMeaning("unknown", "killed; this alone does not show that memory ran out"),
     signal.SIGUSR1: _WARNED,
     signal.SIGUSR2: _WARNED,
-    signal.SIGSEGV: _Meaning("job-code", "an access to invalid memory"),
-    signal.SIGTERM: _Meaning("preemption", "the process was asked to end"),
-    signal.SIGXCPU: _Meaning("walltime", "its CPU time limit was reached", Role.ROOT),
+    signal.SIGSEGV: _ExitMeaning("job-code", "an access to invalid memory"),
+    signal.SIGTERM: _ExitMeaning("preemption", "the process was asked to end"),
+    signal.SIGXCPU: _ExitMeaning("walltime", "its CPU time limit was reached", Role.ROOT),
 }
 _OOM_BY_SLURM = 125
 _FORM = re.compile(r"(-?\d{1,4})(?::(\d{1,3}))?")
@@ -599,7 +599,7 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
 
 def _of_signal(given: str, number: int, scheduler: str | None) -> Evidence | None:
     if number == _OOM_BY_SLURM and scheduler in (None, "slurm"):
-        meaning = _Meaning("job-oom", "out of memory", Role.CAUSE)
+        meaning = _ExitMeaning("job-oom", "out of memory", Role.CAUSE)
         return _evidence(given, "SLURM", meaning, "exit.oom")
     if number not in _SIGNALS:
         return None
@@ -607,7 +607,7 @@ def _of_signal(given: str, number: int, scheduler: str | None) -> Evidence | Non
     return _evidence(given, name, _SIGNALS[number], f"exit.{name}")
 
 
-def _evidence(given: str, source: str, meaning: _Meaning, rule: str) -> Evidence:
+def _evidence(given: str, source: str, meaning: _ExitMeaning, rule: str) -> Evidence:
     return Evidence(
         rule=rule,
         failure=meaning.failure,
@@ -623,7 +623,7 @@ def _evidence(given: str, source: str, meaning: _Meaning, rule: str) -> Evidence
 
 def evidence_of_state(state: str) -> Evidence | None:
     """The evidence from a SLURM state (`OUT_OF_MEMORY`) or a Kubernetes reason."""
-    reader = LogReader("--state")
+    reader = FailureLogReader("--state")
     for form in (f"State={state}", f"Reason: {state}"):
         for found in reader.take([(0, form)]):
             return found

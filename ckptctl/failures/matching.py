@@ -142,7 +142,7 @@ def _has_clock(raw: str) -> bool:
     return raw.count(":", 0, _MAX_CLOCK) > 1 and _CLOCK_LIKE.search(raw, 0, _MAX_CLOCK) is not None
 
 
-class LogReader:
+class FailureLogReader:
     """Reads one log, block by block.
 
     `n_lines` counts the lines that were classified, `n_progress` those of training progress.
@@ -588,12 +588,12 @@ def _group(match: re.Match[str], name: str) -> str | None:
     return None
 
 
-def folded(readings: Iterator[tuple[LogReader, Evidence]]) -> tuple[Evidence, ...]:
+def folded(readings: Iterator[tuple[FailureLogReader, Evidence]]) -> tuple[Evidence, ...]:
     """The findings with identical ones merged and counted, and those that training survived.
 
     What is hours apart is not merged: only one of two may be of the attempt.
     """
-    kept: dict[tuple[object, ...], tuple[LogReader, int, Evidence]] = {}
+    kept: dict[tuple[object, ...], tuple[FailureLogReader, int, Evidence]] = {}
     for reader, found in readings:
         key: tuple[object, ...] = (
             reader.name,
@@ -626,8 +626,8 @@ _RECOVERED = "storage.recovered"
 
 
 def _weaken(
-    kept: dict[tuple[object, ...], tuple[LogReader, int, Evidence]],
-    reader: LogReader,
+    kept: dict[tuple[object, ...], tuple[FailureLogReader, int, Evidence]],
+    reader: FailureLogReader,
     recovered: Evidence,
 ) -> None:
     """Make suspicions of what the kernel reported of a file system that answers again.

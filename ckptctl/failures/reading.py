@@ -25,7 +25,7 @@ from ckptctl.errors import (
     Unknown,
     guarded,
 )
-from ckptctl.failures.matching import LogReader, folded
+from ckptctl.failures.matching import FailureLogReader, folded
 from ckptctl.failures.rank_dumps import (
     MAX_BYTES,
     PREFIX_VARIABLES,
@@ -59,7 +59,7 @@ _LOG_NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class LogEvidence:
     """What was read; `first_failed` is the host and rank that a launcher names as the first.
 
     `not_dumps` are messages about files that were given as dumps but are not.
@@ -94,12 +94,12 @@ class _Reading:
         self.set_aside: dict[str, str] = {}
         self.deadline = Deadline(deadline_s)
         self.unread: list[str] = []
-        self.readers: list[LogReader] = []
+        self.readers: list[FailureLogReader] = []
         self.dumps: dict[str, Dump] = {}
         self.beside_binary: set[str] = set()
         self.n_binary = 0
 
-    def evidence_in(self, name: str) -> Iterator[tuple[LogReader, Evidence]]:
+    def evidence_in(self, name: str) -> Iterator[tuple[FailureLogReader, Evidence]]:
         """The evidence in a log, or in the files of a folder."""
         files = logs_below(name, self.storage)
         found = self.found_in(name)
@@ -126,8 +126,8 @@ class _Reading:
 
     def _in_log(
         self, file: str, found: FoundIn | None = None
-    ) -> Iterator[tuple[LogReader, Evidence]]:
-        reader = LogReader(file, self.deadline)
+    ) -> Iterator[tuple[FailureLogReader, Evidence]]:
+        reader = FailureLogReader(file, self.deadline)
         self.readers.append(reader)
         blocks = log_blocks(file, self.storage, found)
         while True:
@@ -194,7 +194,7 @@ class _Reading:
 
 def read_logs(
     names: Sequence[str], recorder: str | None, storage: StorageOptions, deadline_s: float | None
-) -> Read:
+) -> LogEvidence:
     """Read logs, folders of logs, and a folder (or one file) of flight-recorder dumps.
 
     Raises `BinaryData` if a given file is binary, or a folder contains binary files and no
@@ -219,7 +219,7 @@ def read_logs(
     scope = scope_of(spans, {reader.name: reader.has_zone for reader in logs})
     found = [*placed([each for each in evidence if each.file in read], scope)]
     aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
-    return Read(
+    return LogEvidence(
         evidence=tuple(each for each, reason in found if not reason),
         first_failed=_first_failed(logs),
         hosts=dict(pair for each in logs for pair in each.hosts.items()),
@@ -234,7 +234,7 @@ def read_logs(
     )
 
 
-def _first_failed(logs: Sequence[LogReader]) -> tuple[str | None, int | None] | None:
+def _first_failed(logs: Sequence[FailureLogReader]) -> tuple[str | None, int | None] | None:
     """The rank that failed first, if the launchers show it: each knows only its own ranks."""
     reports = {each.first_failed: each.first_failed_s for each in logs if each.first_failed}
     times = [at for at in reports.values() if at is not None]

@@ -35,7 +35,7 @@ _SETTLED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _ProgramSpan:
     """When and where a program ran.
 
     `starts` and `ends`: the first or last time is that of the begin or end of a log, not of a
@@ -54,14 +54,14 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
-class LogSpan(_Span):
+class LogSpan(_ProgramSpan):
     """What one log shows of the attempt that wrote it."""
 
     file: str
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptScope(_Span):
+class AttemptScope(_ProgramSpan):
     """When and where the attempt ran, as far as its own logs show; `files` are these logs.
 
     `earlier` are logs of programs that ended before the attempt began. `other_zone` are logs whose

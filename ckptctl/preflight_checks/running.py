@@ -122,7 +122,7 @@ def preflight(
     picked = group.from_first(choose)
     with ExitStack() as stack:
         stores = _open_roots(stack, named, picked, storage)
-        job = _Job(
+        job = _PreflightJob(
             roots=named,
             picked=picked,
             stores=stores,
@@ -156,7 +156,7 @@ def _open_roots(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _PreflightJob:
     """The job that is to start: its roots, the chosen step, and what the caller wants checked.
 
     Steps are saved into the first root; the chosen one may be in another.
@@ -363,7 +363,7 @@ def _check_recomputed(
     return Check("recompute", CheckOutcome.OK, f"computed again: {again.message}")
 
 
-def _answer(job: _Job, nodes: _Nodes, checks: tuple[Check, ...]) -> Preflight:
+def _answer(job: _PreflightJob, nodes: _Nodes, checks: tuple[Check, ...]) -> Preflight:
     # A choice from a storage that nodes see differently proves nothing: that comes first.
     failed = [one for one in checks if one.outcome is CheckOutcome.FAILED]
     worst = next((one for one in failed if one.name != "step"), failed[0] if failed else None)

@@ -153,7 +153,7 @@ def rerun(
     plan = _planned(command, root, options, record, work, storage)
     before = "" if options.dry_run else fingerprint(root, storage)
     ending = Ending(tell)
-    replays: list[Replay] = []
+    replays: list[ReplayResult] = []
     decision = RerunDecision(ValueOrigin.UNDECIDED, "nothing was replayed", ReplayNodes.SAME)
 
     def lead() -> None:
@@ -190,7 +190,7 @@ def rerun(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ReplayPlan:
     """What is replayed, from which step, and on which nodes."""
 
     command: Sequence[str]
@@ -240,7 +240,7 @@ def _planned(
     record: Record,
     work: Path,
     storage: StorageOptions,
-) -> _Plan:
+) -> _ReplayPlan:
     by_name = any("{node_list}" in word for word in command)
     if options.other_nodes and not by_name and options.nodes.hosts_file is None:
         raise UsageError(
@@ -280,7 +280,7 @@ def _planned(
         )
     place = cluster_context()
     allocation = ",".join(options.nodes.nodes) or place.node_list or place.node
-    return _Plan(
+    return _ReplayPlan(
         command,
         root,
         options,
@@ -295,7 +295,9 @@ def _planned(
     )
 
 
-def _replay(plan: _Plan, job: DrillJob, nodes: ReplayNodes) -> tuple[Replay, Record, str | None]:
+def _replay(
+    plan: _ReplayPlan, job: DrillJob, nodes: ReplayNodes
+) -> tuple[ReplayResult, Record, str | None]:
     """Replay once: the result, what was logged, and why it cannot be used."""
     with storage_errors(job.folder):
         (job.folder / _WRITTEN).mkdir(parents=True)
@@ -318,7 +320,7 @@ def _replay(plan: _Plan, job: DrillJob, nodes: ReplayNodes) -> tuple[Replay, Rec
     return _result(plan, job, nodes, code, found, copied_by), found, problem
 
 
-def _wait(plan: _Plan, job: DrillJob) -> int | None:
+def _wait(plan: _ReplayPlan, job: DrillJob) -> int | None:
     """Wait until the last step is logged and another follows, or the job ends; its exit code."""
     reached = -1
 
@@ -332,7 +334,7 @@ def _wait(plan: _Plan, job: DrillJob) -> int | None:
     return attempts[-1].exit_code if job.is_over() and attempts else None
 
 
-def _logged(plan: _Plan, job: DrillJob) -> Record:
+def _logged(plan: _ReplayPlan, job: DrillJob) -> Record:
     """What a replay has logged so far: in the files it wrote, else in its output."""
     for path in (job.folder / _WRITTEN, job.log):
         with suppress(PathNotFound):
@@ -341,7 +343,7 @@ def _logged(plan: _Plan, job: DrillJob) -> Record:
     return {}
 
 
-def _problem(plan: _Plan, found: Record, code: int | None) -> str | None:
+def _problem(plan: _ReplayPlan, found: Record, code: int | None) -> str | None:
     """Why a replay cannot be used; None where it reached the suspicious step."""
     step, first = plan.options.step, main_rows(plan.record)
     ended = "was ended" if code is None else f"ended with {code}"
@@ -359,14 +361,14 @@ def _problem(plan: _Plan, found: Record, code: int | None) -> str | None:
 
 
 def _result(
-    plan: _Plan,
+    plan: _ReplayPlan,
     job: DrillJob,
     nodes: ReplayNodes,
     code: int | None,
     found: Record,
     copied_by: str = "",
-) -> Replay:
-    return Replay(
+) -> ReplayResult:
+    return ReplayResult(
         nodes,
         plan.names[nodes],
         tuple(job.options.command),
@@ -387,9 +389,9 @@ def _listed(record: Record, step: int) -> tuple[LoggedLoss, ...]:
 
 
 def _concluded(
-    plan: _Plan,
+    plan: _ReplayPlan,
     decision: RerunDecision,
-    replays: Sequence[Replay],
+    replays: Sequence[ReplayResult],
     before: str,
     tell: Callable[[str], None],
 ) -> Rerun:
@@ -447,7 +449,7 @@ class LoggedLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayResult:
     """One replay, and how it compares with the first record."""
 
     nodes: ReplayNodes
@@ -486,7 +488,7 @@ class Rerun:
     """The last step of a replay."""
     losses: tuple[LoggedLoss, ...]
     """The losses of the first record, around the suspicious step."""
-    replays: tuple[Replay, ...]
+    replays: tuple[ReplayResult, ...]
     """The replays, in order; in a dry run those that would come first."""
     scatter: NonNegative | None
     """The largest relative difference between losses of replays on the same nodes: 0 for a

@@ -36,7 +36,7 @@ from ckptctl.supervisor.holding import HeldState, end_left_behind, marker_of
 from ckptctl.supervisor.node_evidence import ANSWER_S, NodeDocument, documents_in, line_of
 from ckptctl.supervisor.nodes import AttemptPlan, Nodes
 from ckptctl.supervisor.options import RunOptions
-from ckptctl.supervisor.policy import WAIT_FOR_CAPACITY, Conclusion, Ended
+from ckptctl.supervisor.policy import WAIT_FOR_CAPACITY, AttemptEnd, Conclusion
 from ckptctl.supervisor.processes import MARKER
 from ckptctl.supervisor.restarting import (
     NotStarted,
@@ -76,7 +76,7 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class _AttemptStart:
     """The attempt that all agents start."""
 
     run: Id
@@ -107,7 +107,7 @@ class _NodeEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _LeaderOutcome:
     """What follows; without a decision nothing was started, on the `refused` nodes or on all."""
 
     reason: str
@@ -324,27 +324,29 @@ class _Agent(Watcher):
 
     # One attempt
 
-    def _lead(self) -> _Outcome:
+    def _lead(self) -> _LeaderOutcome:
         """Start an attempt on all nodes, decide what follows, and publish it."""
         self._check_size()
         try:
             outcome = self._led()
         except NotStarted as stop:
-            outcome = _Outcome(stop.why, stop.code, next_command=stop.next_command)
+            outcome = _LeaderOutcome(stop.why, stop.code, next_command=stop.next_command)
         except CkptctlError as error:
-            self._publish(_Outcome(error.message, error.exit_code, next_command=error.next_command))
+            self._publish(
+                _LeaderOutcome(error.message, error.exit_code, next_command=error.next_command)
+            )
             self._part()
             raise
         self._publish(outcome)
         return outcome
 
-    def _publish(self, outcome: _Outcome) -> None:
+    def _publish(self, outcome: _LeaderOutcome) -> None:
         if self._job.signals.asked is not None:
             self._release()  # before the one that leads next takes it
         with suppress(NoRendezvous):  # what the root holds is true on this node all the same
             self._round.put("outcome", msgspec.json.encode(outcome))
 
-    def _led(self) -> _Outcome:
+    def _led(self) -> _LeaderOutcome:
         job, others = self._job, range(1, self._round.size)
         for rank in others:
             self._await(rank, f"node/{rank}")
@@ -364,7 +366,9 @@ class _Agent(Watcher):
         if n_asked:
             goes_on = self._goes_on_with(len(nodes) - n_asked)
             decision = Decision.RESTART if goes_on else Decision.STOPPED
-            return _Outcome("a signal asked for it", 128 + (asked or signal.SIGTERM), decision)
+            return _LeaderOutcome(
+                "a signal asked for it", 128 + (asked or signal.SIGTERM), decision
+            )
         job.nodes = Nodes(replace(job.options.nodes, nodes=names), job.command, job.tell)
         world_size = sum(node.n_ranks for node in nodes)
         plan = AttemptPlan([], {}, ",".join(names), world_size, tuple(names))
@@ -372,7 +376,9 @@ class _Agent(Watcher):
         about = job.about(state, plan, self._step)
         number, sections = state["attempts"][-1].number, dict(state["sections"])
         address = self._launch.free_address()
-        start = _Start(state["run"], number, restarts, about, address, tuple(names), sections)
+        start = _AttemptStart(
+            state["run"], number, restarts, about, address, tuple(names), sections
+        )
         held.save(state)
         self._round.put("start", msgspec.json.encode(start))
         inspect = WatchedRoots(job.all_roots, job.options).inspect
@@ -382,7 +388,7 @@ class _Agent(Watcher):
         conclusion = job.conclude(held, ended, plan)
         last = job.attempts[-1]
         self._step = last.step
-        return _Outcome(conclusion.reason, conclusion.exit_code, conclusion.decision, last)
+        return _LeaderOutcome(conclusion.reason, conclusion.exit_code, conclusion.decision, last)
 
     def _check_size(self) -> None:
         # Torch takes a node whose keep-alive is late out of a meeting that is complete.
@@ -392,20 +398,20 @@ class _Agent(Watcher):
     def _goes_on_with(self, n_nodes: int) -> bool:
         return n_nodes >= max(1, self._launch.rendezvous.min_nodes)
 
-    def _follow(self) -> _Outcome:
+    def _follow(self) -> _LeaderOutcome:
         """Run the ranks of this node as agent 0 states it."""
         self._check_size()
         if self._await(0, "start", "outcome", leaves=True) == "start":
-            start = self._read("start", _Start)
+            start = self._read("start", _AttemptStart)
             self._names = start.nodes
             self._attempt(start, AttemptPlan([], {}, "", None, ()))
             self._await(0, "outcome")
-        outcome = self._read("outcome", _Outcome)
+        outcome = self._read("outcome", _LeaderOutcome)
         if outcome.attempt is not None:
             self._job.record(outcome.attempt)
         return outcome
 
-    def _attempt(self, start: _Start, plan: AttemptPlan, *watchers: Watcher) -> _NodeEnd:
+    def _attempt(self, start: _AttemptStart, plan: AttemptPlan, *watchers: Watcher) -> _NodeEnd:
         """Run the ranks of this node to their end, and publish how they ended."""
         job, meeting = self._job, self._round
         if not self._recalled:
@@ -426,7 +432,7 @@ class _Agent(Watcher):
         meeting.put(f"end/{meeting.rank}", msgspec.json.encode(end))
         return end
 
-    def _node_end(self, ended: Ended) -> _NodeEnd:
+    def _node_end(self, ended: AttemptEnd) -> _NodeEnd:
         asked = self._job.signals.asked is not None
         by_other = self._stop if ended.hang is self._stop else None
         place = 0
@@ -459,7 +465,7 @@ class _Agent(Watcher):
             time.sleep(_POLL_S)
         return self._read(f"end/{rank}", _NodeEnd)
 
-    def _merged(self, ends: Sequence[_NodeEnd | None]) -> Ended:
+    def _merged(self, ends: Sequence[_NodeEnd | None]) -> AttemptEnd:
         """How the attempt ended on all nodes; None is a node that is gone."""
         from ckptctl.distributed.elastic import most_telling
 
@@ -469,7 +475,9 @@ class _Agent(Watcher):
         codes = codes or [end.code for end in failed if end.code]
         n_not_finite = max(end.n_not_finite for end in there)
         seconds = max(end.seconds for end in there)
-        ended = Ended(most_telling(codes), seconds, None, None, False, n_not_finite=n_not_finite)
+        ended = AttemptEnd(
+            most_telling(codes), seconds, None, None, False, n_not_finite=n_not_finite
+        )
         asked = [name for name, end in zip(self._names, ends, strict=True) if end and end.asked]
         gone = [name for name, end in zip(self._names, ends, strict=True) if end is None]
         if asked and not self._goes_on_with(len(there) - len(asked)):
@@ -544,7 +552,7 @@ class _Agent(Watcher):
         return answers
 
 
-def _differing(nodes: Sequence[_Node]) -> _Outcome | None:
+def _differing(nodes: Sequence[_Node]) -> _LeaderOutcome | None:
     """Why these agents do not start a job together; None where they are those of one job.
 
     Where agents have run the job before, only those are refused that are not of it: one that was
@@ -572,7 +580,7 @@ def _differing(nodes: Sequence[_Node]) -> _Outcome | None:
         refused.append(rank)
     if not refused:
         return None
-    return _Outcome(
+    return _LeaderOutcome(
         reason, UsageError.exit_code, refused=tuple(refused) if oldest.n_attempts else ()
     )
 

@@ -33,7 +33,7 @@ from ckptctl.storage.shared_places import (
 from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
-from ckptctl.supervisor.policy import Ended
+from ckptctl.supervisor.policy import AttemptEnd
 
 
 class AttemptRunner:
@@ -58,7 +58,7 @@ class AttemptRunner:
 
     def run(
         self, number: int, plan: AttemptPlan, variables: Mapping[str, str], about: str
-    ) -> Ended:
+    ) -> AttemptEnd:
         """Run an attempt to its end, with a message with `about` when it has started.
 
         Raises `UsageError` where the command cannot be started.
@@ -86,7 +86,7 @@ class AttemptRunner:
         if cause is not None and cause.failure == UNKNOWN:
             self._tell(f"warning: the cause is unknown: {cause.message}")
         n_rows = 0 if isinstance(n_not_finite, Unknown) else n_not_finite
-        return Ended(code, seconds, cause, stop, asked, n_not_finite=n_rows)
+        return AttemptEnd(code, seconds, cause, stop, asked, n_not_finite=n_rows)
 
     def _poll(self, running: Running) -> Hang | None:
         now_s = time.monotonic()

@@ -135,7 +135,7 @@ class HangEvidence(NamedTuple):
         return None if self.world_size is None else max(0, self.world_size - len(self.seen))
 
 
-class _Sample(NamedTuple):
+class _ProcessSample(NamedTuple):
     state: str
     stack: Stack | None
     asked: bool
@@ -228,7 +228,7 @@ def _users_of(processes: Iterable[Process]) -> frozenset[int]:
 
 
 def _evidence(
-    rank: int, node: str, samples: Sequence[_Sample], stuck: Sequence[str]
+    rank: int, node: str, samples: Sequence[_ProcessSample], stuck: Sequence[str]
 ) -> RankEvidence:
     if not samples:
         return RankEvidence(rank, node, alive=False)
@@ -339,9 +339,9 @@ def _has_open(process: Process, folder: HeldFolder | None, name: str) -> bool:
 
 def _samples(
     beat: Heartbeat, process: Process, folder: HeldFolder | None, out: HeldFolder, of_save: bool
-) -> list[_Sample]:
+) -> list[_ProcessSample]:
     """What several samples at one rank show; fewer where it does not answer."""
-    found: list[_Sample] = []
+    found: list[_ProcessSample] = []
     for n in range(SAMPLES):
         if n:
             time.sleep(BETWEEN_S)
@@ -353,11 +353,11 @@ def _samples(
 
 def _sample(
     beat: Heartbeat, process: Process, folder: HeldFolder | None, out: HeldFolder, of_save: bool
-) -> _Sample:
+) -> _ProcessSample:
     state = state_of(process)
     # A stopped process does not answer, and py-spy would wait for it.
     if state == "T":
-        return _Sample(state, None, asked=False)
+        return _ProcessSample(state, None, asked=False)
     text = _by_py_spy(process)
     stack = stack_in(text, of_save=of_save)
     asked = False
@@ -369,7 +369,7 @@ def _sample(
         # py-spy prints the command line of the process.
         head = f"rank {beat['rank']}, process {process.pid}, state {state}"
         keep(out, f"stacks-rank-{beat['rank']}.txt", f"{head}\n{redacted(text)}\n")
-    return _Sample(state, stack, asked, _about(process, "wchan") if state == "D" else "")
+    return _ProcessSample(state, stack, asked, _about(process, "wchan") if state == "D" else "")
 
 
 def _by_py_spy(process: Process) -> str:

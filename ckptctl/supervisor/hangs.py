@@ -69,7 +69,7 @@ _QUIET_S = 1800.0
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankActivity:
     """The last heartbeat of a rank, and since when it and its save in flight are the same."""
 
     beat: Heartbeat
@@ -148,7 +148,7 @@ class HangWatcher(Watcher):
         self._began_s = float("nan")
         self._polled_s = float("nan")
         self._next_sample_s = float("-inf")
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankActivity] = {}
         self._logs.reset()
 
     def poll(self, running: Running, now_s: float) -> Hang | None:
@@ -214,7 +214,7 @@ class HangWatcher(Watcher):
             if rank is None or rank.beat["pid"] != beat["pid"]:
                 if rank is None:
                     self._limits.learn("outside", now_s - self._began_s, one)
-                self._ranks[number] = _Rank(beat, now_s, now_s)
+                self._ranks[number] = _RankActivity(beat, now_s, now_s)
                 continue
             before = rank.beat
             if beat["saving"] != before["saving"]:
@@ -507,7 +507,7 @@ _OF_STORAGE = re.compile(r"nfs|rpc_|fuse|lustre|ptlrpc|cl_sync|ll_|ceph|gpfs|cif
 """Functions of the kernel in which a process waits for a storage of the network."""
 
 
-class Named(NamedTuple):
+class SuspectRanks(NamedTuple):
     """The ranks that evidence sets apart, none where it does not decide, and why.
 
     With `alone` it needs no other rank: what unseen ranks do cannot explain it.
@@ -525,7 +525,7 @@ def name_ranks(
     dumps: Sequence[Dump] = (),
     missing: Collection[int] = (),
     unseen: int | None = 0,
-) -> Named:
+) -> SuspectRanks:
     """The ranks at fault. `missing` are ranks of a node that never reported.
 
     `unseen` is how many ranks of the job nothing is known of; None where the number of its ranks
@@ -539,45 +539,51 @@ def name_ranks(
     if n_all == 1 and is_all and not _in_collective(ranks[0].stack):
         (only,) = ranks
         why = f"no other rank than {only.rank} is in question{_place(only.stack)}"
-        return Named((only.rank,), "; ".join([why, *only.stuck]), hardware=_by_hardware(only))
-    return Named((), f"the rank at fault is undecided: {_undecided(ranks, n_all, unseen)}")
+        return SuspectRanks(
+            (only.rank,), "; ".join([why, *only.stuck]), hardware=_by_hardware(only)
+        )
+    return SuspectRanks((), f"the rank at fault is undecided: {_undecided(ranks, n_all, unseen)}")
 
 
-def _named(ranks: Sequence[RankEvidence], kind: Named) -> Named:
+def _named(ranks: Sequence[RankEvidence], kind: SuspectRanks) -> SuspectRanks:
     """What a kind of evidence names, with the processes that its ranks wait for."""
     named = [evidence for evidence in ranks if evidence.rank in kind.ranks]
     stuck = [process for evidence in named for process in evidence.stuck]
     why = "; ".join([f"{ranks_listed(kind.ranks)} {kind.why}", *stuck])
     hardware = kind.hardware and all(_by_hardware(evidence) for evidence in named)
-    return Named(tuple(sorted(kind.ranks)), why, kind.alone, hardware)
+    return SuspectRanks(tuple(sorted(kind.ranks)), why, kind.alone, hardware)
 
 
 def _kinds(
     ranks: Sequence[RankEvidence], dumps: Sequence[Dump], missing: Collection[int]
-) -> Iterator[Named]:
+) -> Iterator[SuspectRanks]:
     """The ranks that each kind of evidence sets apart, the most conclusive kind first."""
-    yield Named([rank.rank for rank in ranks if not rank.alive], "ended, and others wait", True)
-    yield Named([rank.rank for rank in ranks if rank.state == "T"], STUCK["T"], True)
-    yield Named(missing, "has not reported at all")
+    yield SuspectRanks(
+        [rank.rank for rank in ranks if not rank.alive], "ended, and others wait", True
+    )
+    yield SuspectRanks([rank.rank for rank in ranks if rank.state == "T"], STUCK["T"], True)
+    yield SuspectRanks(missing, "has not reported at all")
     in_kernel = [rank.rank for rank in ranks if rank.state == "D"]
-    yield Named(in_kernel, STUCK["D"], hardware=True)
+    yield SuspectRanks(in_kernel, STUCK["D"], hardware=True)
     if len(dumps) > 1:
         stall = compare_dumps(dumps)
         if not stall.without_dump:
-            yield Named(stall.differing, "called another collective (flight recorder)")
-            yield Named(stall.ranks, "did not join a collective (flight recorder)")
+            yield SuspectRanks(stall.differing, "called another collective (flight recorder)")
+            yield SuspectRanks(stall.ranks, "did not join a collective (flight recorder)")
     stacks = {rank.rank: rank.stack for rank in ranks if rank.stack is not None}
     silent = [rank.rank for rank in ranks if rank.asked and rank.stack is None]
     if stacks:
-        yield Named(silent, "does not write its stacks when asked")
+        yield SuspectRanks(silent, "does not write its stacks when asked")
     outside = [rank for rank, stack in stacks.items() if not _in_collective(stack)]
     places = {_place(stacks[rank]) for rank in outside}
     # Where most are outside of it, they may all be slow, and the others only first. Of those at
     # several places one can wait for the other, by its device or by a file.
     if len(stacks) == len(ranks) and 0 < len(outside) <= len(stacks) / 2 and len(places) == 1:
-        yield Named(outside, f"is not in the collective that the others wait in{places.pop()}")
+        yield SuspectRanks(
+            outside, f"is not in the collective that the others wait in{places.pop()}"
+        )
     with_stuck = [rank.rank for rank in ranks if rank.stuck and not _in_collective(rank.stack)]
-    yield Named(with_stuck, "waits for a process")
+    yield SuspectRanks(with_stuck, "waits for a process")
 
 
 def _by_hardware(evidence: RankEvidence) -> bool:

@@ -132,7 +132,7 @@ class RootState(NamedTuple):
     next_command: str | None = None
 
 
-class Ended(NamedTuple):
+class AttemptEnd(NamedTuple):
     """How an attempt ended, and after how many seconds.
 
     `cause` is what its logs show, or what the scheduler states. It was ended for the `hang`,
@@ -219,7 +219,7 @@ def budget_of(attempts: Sequence[Attempt]) -> Budget:
 
 def decide(
     past: Sequence[Attempt],
-    ended: Ended,
+    ended: AttemptEnd,
     seen: RootState,
     best: int | None,
     options: BudgetOptions,

@@ -71,8 +71,8 @@ from ckptctl.supervisor.policy import (
     RERUN,
     WAIT_FOR_CAPACITY,
     WRONG_PATH,
+    AttemptEnd,
     Conclusion,
-    Ended,
     RootState,
     budget_of,
     decide,
@@ -406,7 +406,7 @@ MOST_NAMES = 64
 
 
 def _concluded(
-    attempt: Attempt, ended: Ended, seen: RootState, conclusion: Conclusion, *, progress: bool
+    attempt: Attempt, ended: AttemptEnd, seen: RootState, conclusion: Conclusion, *, progress: bool
 ) -> Attempt:
     """The attempt after its end, without the restarts that are left."""
     attempt = replace(
@@ -583,7 +583,7 @@ class SupervisedJob:
         restarts: int,
         marker: str,
         runner: AttemptRunner,
-    ) -> Ended:
+    ) -> AttemptEnd:
         """Run the last attempt of a state to its end."""
         number = state["attempts"][-1].number
         name = f"{state['run']}/{number}"
@@ -602,7 +602,7 @@ class SupervisedJob:
             about.append(counted(plan.world_size, "rank"))
         return ", ".join(about)
 
-    def conclude(self, held: HeldState, ended: Ended, plan: AttemptPlan) -> Conclusion:
+    def conclude(self, held: HeldState, ended: AttemptEnd, plan: AttemptPlan) -> Conclusion:
         """Inspect the roots after an attempt, decide what follows, and record both."""
         ended = self._as_slurm_knows(ended, plan.nodes)
         *earlier, attempt = held.state["attempts"]
@@ -648,7 +648,7 @@ class SupervisedJob:
         if isinstance(reported_to, Unknown):
             self.tell(f"warning: {reported_to.message}")
 
-    def _as_slurm_knows(self, ended: Ended, nodes: Sequence[str]) -> Ended:
+    def _as_slurm_knows(self, ended: AttemptEnd, nodes: Sequence[str]) -> AttemptEnd:
         """The end of an attempt on `nodes` with what Slurm knows of its reason.
 
         Text is the fallback. A node that the attempt did not have says nothing about its end.
@@ -679,7 +679,7 @@ class SupervisedJob:
             return ended._replace(cause=None)
         return ended
 
-    def _seen_after(self, ended: Ended) -> RootState:
+    def _seen_after(self, ended: AttemptEnd) -> RootState:
         """The roots after an attempt; waited for only where a restart needs the answer."""
         stops_at = self.options.budget.no_restart
         again = not ended.by_itself or (ended.code != 0 and ended.code not in stops_at)

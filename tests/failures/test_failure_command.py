@@ -13,7 +13,7 @@ from next_commands import run_and_follow as run_ckptctl
 import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.failures.classifying import host_names
-from ckptctl.failures.matching import LogReader
+from ckptctl.failures.matching import FailureLogReader
 from ckptctl.logs.log_lines import Deadline
 
 LOST_GPU = (
@@ -207,7 +207,7 @@ def test_no_line_is_read_after_the_deadline(tmp_path):
 
 
 def test_only_lines_before_the_deadline_are_counted():
-    reader = LogReader("job.log", Deadline(limit_s=-1.0))
+    reader = FailureLogReader("job.log", Deadline(limit_s=-1.0))
     assert list(reader.take([(1, "step 1 loss 2.5"), (2, LOST_GPU), (3, "step 2 loss 2.4")])) == []
     assert reader.n_lines == 1
 

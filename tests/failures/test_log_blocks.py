@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptctl
-from ckptctl.failures.matching import LogReader
+from ckptctl.failures.matching import FailureLogReader
 from ckptctl.failures.rules import _ONLY_SEEMS, RULES, find_literals
 from ckptctl.logs.sources import log_blocks
 from ckptctl.options import StorageOptions
@@ -49,7 +49,7 @@ FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 def test_any_split_into_blocks_finds_what_is_found_line_by_line(lines, data):
     numbered = [*enumerate(lines, 1)]
     cuts = data.draw(st.lists(st.integers(0, len(lines)), max_size=6).map(sorted))
-    whole, alone = LogReader("a.log"), LogReader("a.log")
+    whole, alone = FailureLogReader("a.log"), FailureLogReader("a.log")
     found = [
         (each, whole.n_progress)
         for start, stop in zip([0, *cuts], [*cuts, len(lines)], strict=True)

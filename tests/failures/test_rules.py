@@ -11,7 +11,7 @@ from every_case import all_cases
 from test_accelerators import ACCELERATORS
 from test_calibration import FORMS
 
-from ckptctl.failures.matching import LogReader
+from ckptctl.failures.matching import FailureLogReader
 from ckptctl.failures.results import CLASSES
 from ckptctl.failures.rules import RULES, find_literals
 
@@ -135,7 +135,7 @@ def answered() -> set[str]:
 
 
 def rules_of(line: str) -> set[str]:
-    return {found.rule for found in LogReader("line").take([(1, line)])}
+    return {found.rule for found in FailureLogReader("line").take([(1, line)])}
 
 
 def test_every_line_that_a_pattern_matches_contains_a_literal_of_its_rule() -> None:

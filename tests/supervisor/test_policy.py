@@ -12,10 +12,10 @@ from ckptctl.formats.own.supervision import Attempt, Decision
 from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.policy import (
     LONGEST_PAUSE_S,
+    AttemptEnd,
     Budget,
     BudgetOptions,
     Conclusion,
-    Ended,
     RootState,
     budget_of,
     decide,
@@ -25,7 +25,7 @@ from ckptctl.supervisor.policy import (
 )
 
 SOUND = RootState(0, "", 300, holds_steps=True)
-FAILED = Ended(1, 10.0, None, None, asked=False)
+FAILED = AttemptEnd(1, 10.0, None, None, asked=False)
 HANG = Hang("no report")
 USUAL = BudgetOptions()
 
@@ -46,7 +46,7 @@ def state(*attempts: Attempt, resets: tuple[int, ...] = (), **about: object) -> 
 
 
 def after(
-    ended: Ended = FAILED,
+    ended: AttemptEnd = FAILED,
     *past: Attempt,
     seen: RootState = SOUND,
     best: int | None = 300,
