@@ -113,14 +113,14 @@ def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     """Print what went wrong in two lines, and return the exit code."""
     known = _in_our_words(error, argv)
-    if known.next_command is None and not isinstance(known, _Ended):
+    if known.next_command is None and not isinstance(known, _EndedBySignal):
         known.next_command = _next(known, argv)
         out.keep_commands()  # it has the caller's options
     # A message that cannot be written (full disk, closed pipe) changes no exit code.
     with suppress(OSError, CkptctlError):
         if _asked(argv, "--debug", "CKPTCTL_DEBUG"):
             out.trace(error)
-        if isinstance(known, _Ended) and known.exit_code == 128 + signal.SIGINT:
+        if isinstance(known, _EndedBySignal) and known.exit_code == 128 + signal.SIGINT:
             out.begin_line()
         out.error(known)
     return known.exit_code
@@ -132,7 +132,7 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
     if isinstance(error, KeyboardInterrupt):  # of `run`, which receives signals itself
         error = Stopped(signal.SIGINT)
     if isinstance(error, Stopped):
-        return _Ended(error.exit_code, error.next_command)
+        return _EndedBySignal(error.exit_code, error.next_command)
     if isinstance(error, typer.TyperException):
         return _mistake(error, argv)
     # CPython raises `SystemError` where it loses the exception of a failed allocation.
@@ -217,7 +217,7 @@ def _without(words: Sequence[str], name: str) -> list[str]:
     return kept
 
 
-class _Ended(CkptctlError, code="ended"):
+class _EndedBySignal(CkptctlError, code="ended"):
     """A signal ended the command."""
 
     def __init__(self, exit_code: int, next_command: str | None) -> None:

@@ -552,7 +552,7 @@ _WRITES = frozenset({"--metrics"})
 """Options with a file, in which another command would write something else."""
 
 
-class _Given(NamedTuple):
+class _ParsedOption(NamedTuple):
     """An option as the caller gave it."""
 
     name: str
@@ -560,7 +560,7 @@ class _Given(NamedTuple):
     words: tuple[str, ...]
 
 
-def _repeated(context: typer.Context, given: Mapping[str, Any]) -> tuple[_Given, ...]:
+def _repeated(context: typer.Context, given: Mapping[str, Any]) -> tuple[_ParsedOption, ...]:
     """The options on the command line that say what is asked, not how it is shown.
 
     Those in the environment are not repeated: the next command reads them there. Nor are
@@ -575,7 +575,9 @@ def _repeated(context: typer.Context, given: Mapping[str, Any]) -> tuple[_Given,
         name = option.opts[0]
         is_shown = option.rich_help_panel == HEADINGS[AnswerOptions] and name != "--config"
         if name not in _OF_ONE_ACT and not is_shown:
-            found.append(_Given(name, option.help, tuple(_written(name, given[option.name]))))
+            found.append(
+                _ParsedOption(name, option.help, tuple(_written(name, given[option.name])))
+            )
     return tuple(found)
 
 
@@ -592,7 +594,7 @@ def _written(name: str, value: object) -> Iterator[str]:
             yield f"{item:.15g}" if isinstance(item, float) else str(item)
 
 
-def _with_options(command: str, repeated: Sequence[_Given], caller: str) -> str:
+def _with_options(command: str, repeated: Sequence[_ParsedOption], caller: str) -> str:
     """A next command with the caller's options that it takes and does not have yet."""
     own, dashes, behind = command.partition(" -- ")
     try:

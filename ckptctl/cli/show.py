@@ -146,7 +146,11 @@ def _tables(contents: Contents, *, every_tensor: bool, width: int | None) -> Ite
     n_listed = 0
     for files in alike.values():
         rows = by_file[files[0]]
-        groups = [Group.of([row]) for row in rows] if every_tensor else grouped(_of_the_model(rows))
+        groups = (
+            [TensorGroup.of([row]) for row in rows]
+            if every_tensor
+            else grouped(_of_the_model(rows))
+        )
         n_listed += len(files) * sum(group.n_tensors for group in groups)
         names = [name for name in files if name is not None]
         yield from section([*_in_files(names), *_tensor_table(groups, width)])
@@ -169,7 +173,7 @@ def _in_files(names: Sequence[str]) -> list[Line]:
 _COLUMNS = ("tensor", "dtype", "shape", "chunks", "size")
 
 
-def _tensor_table(groups: Sequence[Group], width: int | None) -> Iterator[Line]:
+def _tensor_table(groups: Sequence[TensorGroup], width: int | None) -> Iterator[Line]:
     """A row for each group; where that is too wide for the terminal, the name above the rest."""
     if not groups:
         return
@@ -205,7 +209,7 @@ def _shards(contents: Contents) -> Iterator[Line]:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TensorGroup:
     """Tensors of one dtype and shape whose names differ in numbers only."""
 
     name: str
@@ -217,7 +221,7 @@ class Group:
     n_bytes: int
 
     @classmethod
-    def of(cls, rows: Sequence[TensorRow]) -> Group:
+    def of(cls, rows: Sequence[TensorRow]) -> TensorGroup:
         """The rows as one."""
         return cls(
             _common_name([row.fqn for row in rows]),
@@ -246,7 +250,7 @@ def _shape(shape: Sequence[int]) -> str:
 _INDEX = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 
 
-def grouped(rows: Sequence[TensorRow]) -> list[Group]:
+def grouped(rows: Sequence[TensorRow]) -> list[TensorGroup]:
     """The tensors, with those of equal names but for the numbers taken together.
 
     A group holds every combination of the numbers that its name shows.
@@ -255,7 +259,7 @@ def grouped(rows: Sequence[TensorRow]) -> list[Group]:
     for row in rows:
         key = (_INDEX.sub("*", row.fqn), row.dtype, row.shape, row.whole_shape)
         alike.setdefault(key, []).append(row)
-    return [Group.of(part) for group in alike.values() for part in _complete(group)]
+    return [TensorGroup.of(part) for group in alike.values() for part in _complete(group)]
 
 
 _MAX_VARYING = 4

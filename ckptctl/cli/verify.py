@@ -241,7 +241,7 @@ def _facts(report: Report, now_s: float) -> list[str]:
     return facts
 
 
-class Ended(Stop):
+class SignalStop(Stop):
     """A pass over bytes that the first signal ends: what was compared until then is reported.
 
     `exit_code` is 128 + the signal's number once one came.
@@ -251,9 +251,9 @@ class Ended(Stop):
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[Ended]:
+def ended_by_signals() -> Iterator[SignalStop]:
     """End a running pass at the first signal, and the process at the next, or if none runs."""
-    ended = Ended()
+    ended = SignalStop()
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:

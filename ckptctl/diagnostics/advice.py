@@ -16,7 +16,7 @@ from ckptctl.model import ExitCode, NextCommand
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckDescription:
     """What one name of `doctor` means."""
 
     title: str
@@ -29,8 +29,9 @@ class Check:
     """How bad it is, unless the place shows something else."""
 
 
-CHECKS: Mapping[str, Check] = msgspec.toml.decode(
-    (resources.files("ckptctl.diagnostics") / "checks.toml").read_bytes(), type=dict[str, Check]
+CHECKS: Mapping[str, CheckDescription] = msgspec.toml.decode(
+    (resources.files("ckptctl.diagnostics") / "checks.toml").read_bytes(),
+    type=dict[str, CheckDescription],
 )
 """By name, as `checks.toml` has them."""
 

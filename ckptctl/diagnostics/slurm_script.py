@@ -59,7 +59,7 @@ _FUNCTION = re.compile(r"(?:function\s+)?([\w-]+)\s*\(\s*\)\s*\{?|function\s+([\
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class LogicalLine:
     """One logical line: `line` is where it begins, counted from 1."""
 
     line: int
@@ -107,9 +107,9 @@ class Script:
     """The parts of a batch script. `options` are the `#SBATCH` lines that SLURM reads."""
 
     lines: tuple[str, ...]
-    options: tuple[Command, ...]
-    late_options: tuple[Command, ...]
-    commands: tuple[Command, ...]
+    options: tuple[LogicalLine, ...]
+    late_options: tuple[LogicalLine, ...]
+    commands: tuple[LogicalLine, ...]
     trainings: tuple[Training, ...]
     main: tuple[Simple, ...]
     functions: Mapping[str, tuple[Simple, ...]]
@@ -146,7 +146,7 @@ def read_script(text: str) -> Script:
         main = tuple(part for command in commands for part in simple_commands(command))
     first = commands[0].line if commands else len(lines) + 1
     options = [
-        Command(number, line.removeprefix("#SBATCH").strip())
+        LogicalLine(number, line.removeprefix("#SBATCH").strip())
         for number, line in enumerate(lines, 1)
         if line.startswith("#SBATCH")
     ]
@@ -161,7 +161,7 @@ def read_script(text: str) -> Script:
     )
 
 
-def _commands(lines: tuple[str, ...]) -> Iterator[Command]:
+def _commands(lines: tuple[str, ...]) -> Iterator[LogicalLine]:
     begun, text, until = 0, "", ""
     for number, line in enumerate(lines, 1):
         if until:
@@ -178,10 +178,10 @@ def _commands(lines: tuple[str, ...]) -> Iterator[Command]:
         heredoc = _HEREDOC.search(text)
         until = heredoc[2] if heredoc else ""
         if text.strip():
-            yield Command(begun, text.strip())
+            yield LogicalLine(begun, text.strip())
         begun, text = 0, ""
     if text.strip():
-        yield Command(begun, text.strip())
+        yield LogicalLine(begun, text.strip())
 
 
 def _without_comment(line: str) -> str:
@@ -196,7 +196,7 @@ def _without_comment(line: str) -> str:
     return line
 
 
-def simple_commands(command: Command) -> Iterator[Simple]:
+def simple_commands(command: LogicalLine) -> Iterator[Simple]:
     """The simple commands of a line; quotes, substitutions and arithmetic are not split."""
     text, begun, at, quote, depth = command.text, 0, 0, "", 0
     while at < len(text):
@@ -239,7 +239,7 @@ def _simple(line: int, text: str, operator: str) -> Iterator[Simple]:
 
 
 def _parts(
-    commands: tuple[Command, ...],
+    commands: tuple[LogicalLine, ...],
 ) -> tuple[tuple[Simple, ...], dict[str, tuple[Simple, ...]]]:
     """The simple commands outside of functions, and those of each function."""
     main: list[Simple] = []
@@ -257,7 +257,7 @@ def _parts(
             continue
         ends = text == "}" or bool(begins and text.endswith("}"))
         body.extend(
-            simple_commands(Command(command.line, text.removesuffix("}") if ends else text))
+            simple_commands(LogicalLine(command.line, text.removesuffix("}") if ends else text))
         )
         if ends:
             functions[name] = tuple(body)
@@ -381,7 +381,7 @@ def trap_of(script: Script, training: Training, signal: str) -> Trap | None:
     if latest is None:
         return None
     line, body = latest
-    actions = [*_actions(script, Command(line, body))]
+    actions = [*_actions(script, LogicalLine(line, body))]
     later = [] if not waits else [*main[waits[0] + 1 :]]
     sent, is_to_srun, lost = _sent(script, training, actions, later)
     return Trap(line, sent, is_to_srun, lost, _unwaited(script, waits, actions))
@@ -404,7 +404,7 @@ def _read(script: Script, trap: Simple) -> tuple[str, list[str]]:
     return body, match[4].split()
 
 
-def _actions(script: Script, body: Command) -> Iterator[Simple]:
+def _actions(script: Script, body: LogicalLine) -> Iterator[Simple]:
     """The simple commands of a trap, and of the functions that it calls."""
     for command in simple_commands(body):
         yield command

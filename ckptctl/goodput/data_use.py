@@ -120,7 +120,7 @@ class DataUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedEpoch:
     """What each epoch has to contain: `total` is None for ids from 0 on."""
 
     count: int
@@ -143,7 +143,7 @@ class Account:
 
     step: int
     since: int
-    expected: Expected | None
+    expected: ExpectedEpoch | None
     epochs: dict[int, _Total]
     n_unrecorded: int = 0
 
@@ -184,10 +184,10 @@ def data_use(
 def account_of(fields: DataFields, samples: int | None = None) -> Account:
     """What the ledger of a step holds; `samples` is the size of the data set where it has none."""
     stated = fields["expected"]
-    expected = None if samples is None else Expected(samples)
+    expected = None if samples is None else ExpectedEpoch(samples)
     if stated is not None:
         order = stated["order"]
-        expected = Expected(
+        expected = ExpectedEpoch(
             stated["count"],
             None if stated["sum"] is None else int(stated["sum"], 16),
             None
@@ -237,7 +237,7 @@ def epochs_of(account: Account) -> Iterator[EpochUse]:
         ).use()
 
 
-def _expected_total(expected: Expected | None) -> int:
+def _expected_total(expected: ExpectedEpoch | None) -> int:
     if expected is None or expected.count > MOST_SAMPLES:
         return 0
     return sum_of_indices(expected.count) if expected.total is None else expected.total

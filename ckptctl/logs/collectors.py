@@ -261,7 +261,7 @@ class Unwrapper:
         self._is_plain = False
         self._document: bytearray | None = None
         self._part = ""
-        self._order = _Order()
+        self._order = _OrderDetector()
 
     def feed(self, data: bytes) -> bytes:
         """The lines that these bytes complete."""
@@ -345,7 +345,7 @@ class Unwrapper:
         return self._order.add(_utf8(printed(record)) + end, time)
 
 
-class _Order:
+class _OrderDetector:
     """Holds back lines until their times show whether the log has its newest line first."""
 
     def __init__(self) -> None:

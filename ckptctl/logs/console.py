@@ -38,7 +38,7 @@ _CLOCK = ("minute", "second", "fraction")
 _SECONDS = {f"{second:02}": second for second in range(61)}
 
 
-class Template:
+class LineTemplate:
     """A form of line: the fields of its values, and the pattern that finds them.
 
     A field is a group of the pattern; `minute`, `second` and `fraction` are those of its time.
@@ -65,11 +65,11 @@ class Template:
         return texts, at_s + float(f"0.{fraction[0]}") if fraction else at_s
 
 
-class Templates:
+class LineTemplates:
     """The templates of one log, the one that matched last first."""
 
     def __init__(self) -> None:
-        self._templates: list[Template] = []
+        self._templates: list[LineTemplate] = []
         self._n_compiled = 0
 
     def read(self, text: str) -> tuple[dict[str, str], float | None] | None:
@@ -100,7 +100,7 @@ class Templates:
         self._templates.clear()
 
 
-def _template(text: str, spans: dict[str, tuple[int, int]], clock_from: int) -> Template | None:
+def _template(text: str, spans: dict[str, tuple[int, int]], clock_from: int) -> LineTemplate | None:
     patterns: dict[str, str] = {}
     for field, (begin, end) in spans.items():
         value = _PRINTED.fullmatch(text, begin, end)
@@ -127,7 +127,7 @@ def _template(text: str, spans: dict[str, tuple[int, int]], clock_from: int) -> 
             return None  # the format reads one text as two fields
         pattern += _between(text, at, begin) + patterns[field]
         at = end
-    return Template(fields, pattern + _between(text, at, len(text)))
+    return LineTemplate(fields, pattern + _between(text, at, len(text)))
 
 
 def _between(text: str, begin: int, end: int) -> str:
@@ -222,7 +222,7 @@ class LineReader(RankReader):
         self._pairs = re.compile(form.pairs) if form.pairs else None
         self._tail = re.compile(form.tail) if form.tail else None
         self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
-        self.templates = Templates()
+        self.templates = LineTemplates()
         """Those of all ranks of the log."""
         self._held: tuple[str, str, LogPosition] | None = None
         self._joined = ""

@@ -26,7 +26,7 @@ from ckptctl.logs.console import (
     BlockReader,
     HfConsoleReader,
     LineReader,
-    Templates,
+    LineTemplates,
     pattern_for,
     pattern_format,
 )
@@ -439,7 +439,7 @@ class TextLog(Log):
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
-        self._templates: dict[str, Templates] = {}
+        self._templates: dict[str, LineTemplates] = {}
         self._readers: dict[tuple[str, Rank], RankReader] = {}
         # Rows of fallback formats, and the markers between them, in the order they were read.
         self._undecided: list[tuple[TextFormat | None, Rank, Row | Marker]] = []

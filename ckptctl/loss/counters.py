@@ -16,7 +16,7 @@ from ckptctl.findings import Finding
 from ckptctl.formatting import command_line, counted, verb
 from ckptctl.logs.rows import Number, Row
 from ckptctl.logs.text_logs import OtherRanks
-from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, WEIGHTS, Check
+from ckptctl.loss.evidence import BATCH, COUNTER, DATA, NOT_FINITE, RATE, WEIGHTS, FaultCheck
 from ckptctl.loss.replay import Agreement, Replay
 from ckptctl.loss.resumes import LedgerAnswer, LoggedResume
 from ckptctl.loss.segments import Boundary, log_interval
@@ -33,7 +33,7 @@ _N_LOST_ROW = 10  # rows that agree behind one that is missing
 
 def counter_checks(
     resume: LoggedResume, replay: Replay, lacking: Sequence[Finding]
-) -> Iterator[Check]:
+) -> Iterator[FaultCheck]:
     """Yield a check for each number that has to continue across the resume.
 
     `lacking` are the findings of `without_loss`.
@@ -43,15 +43,17 @@ def counter_checks(
     is_named = resume.resume_point is not None and resume.boundary is not Boundary.ASKED
     follows = "the first step follows the step of the checkpoint"
     if lacks_first_row(resume, replay):
-        yield Check(COUNTER, "every other step after the checkpoint was logged twice, and agrees")
+        yield FaultCheck(
+            COUNTER, "every other step after the checkpoint was logged twice, and agrees"
+        )
     else:
-        yield Check(COUNTER, follows if is_named else "", findings=tuple(_step(resume)))
+        yield FaultCheck(COUNTER, follows if is_named else "", findings=tuple(_step(resume)))
     if resume.restarted:
-        yield Check(COUNTER, findings=(_restarted(resume),))
+        yield FaultCheck(COUNTER, findings=(_restarted(resume),))
         return
     n_losses = sum(row.loss is not None for row in resume.after)
     finite = f"{counted(n_losses, 'loss', 'losses')} after the resume are finite"
-    yield Check(
+    yield FaultCheck(
         NOT_FINITE,
         finite if n_losses else "",
         "no loss after the resume",
@@ -59,25 +61,25 @@ def counter_checks(
         findings=tuple(_not_finite(resume)),
     )
     counts = tuple(_tokens(resume))
-    yield Check(BATCH, _counts_compared(resume), "log tokens or samples", findings=counts)
+    yield FaultCheck(BATCH, _counts_compared(resume), "log tokens or samples", findings=counts)
     rates = tuple(_learning_rate(resume))
-    yield Check(RATE, _rates_compared(resume), "log the learning rate", findings=rates)
-    yield Check(DATA, _digests_compared(resume), findings=tuple(_samples_seen(resume)))
+    yield FaultCheck(RATE, _rates_compared(resume), "log the learning rate", findings=rates)
+    yield FaultCheck(DATA, _digests_compared(resume), findings=tuple(_samples_seen(resume)))
 
 
-def ledger_check(resume: LoggedResume, ledger: LedgerAnswer) -> Check:
+def ledger_check(resume: LoggedResume, ledger: LedgerAnswer) -> FaultCheck:
     """Whether the data ledger of the run shows repeated or skipped samples at this resume."""
     first = resume.first_step
     if ledger.step < first or ledger.since >= first:
         end = f"holds the steps after {ledger.since:,}, up to {ledger.step:,}"
-        return Check(
+        return FaultCheck(
             DATA, lacks=f"the data ledger {end}: it is compared once a later step is saved"
         )
     if ledger.verdict == "excluded":
-        return Check(DATA, f"the data ledger up to step {ledger.step:,}: {ledger.message}")
+        return FaultCheck(DATA, f"the data ledger up to step {ledger.step:,}: {ledger.message}")
     earlier = ledger.after_step is not None and ledger.after_step < first - 1
     if ledger.verdict != "found" or earlier:
-        return Check(DATA, lacks=f"the data ledger: {ledger.message}")
+        return FaultCheck(DATA, lacks=f"the data ledger: {ledger.message}")
     finding = Finding(
         "loss.data",
         ledger.source,
@@ -85,7 +87,7 @@ def ledger_check(resume: LoggedResume, ledger: LedgerAnswer) -> Check:
         expected="each sample of an epoch trained once",
         next_command=command_line("data", ledger.source),
     )
-    return Check(DATA, findings=(finding,))
+    return FaultCheck(DATA, findings=(finding,))
 
 
 def _counts_compared(resume: LoggedResume) -> str:
@@ -227,14 +229,14 @@ def rank_findings(
         )
 
 
-def rank_checks(findings: Sequence[Finding]) -> Iterator[Check]:
+def rank_checks(findings: Sequence[Finding]) -> Iterator[FaultCheck]:
     """Yield a check that leaves open what other ranks cast doubt on."""
     for finding in findings:
         if finding.code == "loss.rank-not-finite":
-            yield Check(NOT_FINITE, findings=(finding,))
+            yield FaultCheck(NOT_FINITE, findings=(finding,))
         elif finding.code == "loss.rank-differs":
-            yield Check(WEIGHTS, doubt=finding.message)
-            yield Check(DATA, doubt=finding.message)
+            yield FaultCheck(WEIGHTS, doubt=finding.message)
+            yield FaultCheck(DATA, doubt=finding.message)
 
 
 def _place_after(resume: LoggedResume) -> Callable[[Row], bool]:

@@ -1,6 +1,6 @@
 """Decide which faults of a resume were found, which are excluded, and which stay open.
 
-Every check of a fault is one `Check`: what was compared, or what it would take to compare.
+Every check of a fault is one `FaultCheck`: what was compared, or what it would take to compare.
 `decide` alone turns checks into faults. A fault is excluded by a comparison that ran in this
 log and would have shown it, never because no finding names it.
 
@@ -41,8 +41,8 @@ from ckptctl.loss.replay import (
     FINE_DIGITS,
     GOOD_ROWS,
     Agreement,
-    Origin,
     Replay,
+    RowOrigin,
 )
 from ckptctl.loss.resumes import LoggedResume
 
@@ -393,7 +393,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class FaultCheck:
     """One check of one fault.
 
     `compared` is what was compared, and how small a fault it would have shown; empty where
@@ -409,9 +409,9 @@ class Check:
     findings: tuple[Finding, ...] = ()
 
 
-def decide(checks: Iterable[Check]) -> tuple[Fault, ...]:
+def decide(checks: Iterable[FaultCheck]) -> tuple[Fault, ...]:
     """The faults that were checked: found ones, then excluded ones, then open ones."""
-    by_fault: dict[str, list[Check]] = {}
+    by_fault: dict[str, list[FaultCheck]] = {}
     for check in checks:
         by_fault.setdefault(check.fault, []).append(check)
     faults = (_decided(name, of_fault) for name, of_fault in by_fault.items())
@@ -419,7 +419,7 @@ def decide(checks: Iterable[Check]) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda fault: order.index(fault.state)))
 
 
-def _decided(name: str, checks: Sequence[Check]) -> Fault:
+def _decided(name: str, checks: Sequence[FaultCheck]) -> Fault:
     for check in checks:
         if check.findings:
             return Fault(name, FaultState.FOUND, check.findings[0].message)
@@ -447,11 +447,11 @@ _FOUND_BY = {
 
 def loss_checks(
     resume: LoggedResume, replay: Replay, level: LossLevel, findings: Sequence[Finding]
-) -> Iterator[Check]:
+) -> Iterator[FaultCheck]:
     """Yield the checks that compare losses; `findings` are what these comparisons found."""
     for finding in findings:
         if finding.code in _FOUND_BY:
-            yield Check(_FOUND_BY[finding.code], findings=(finding,))
+            yield FaultCheck(_FOUND_BY[finding.code], findings=(finding,))
     shown = measure_sensitivity(resume, replay)
     rows, all_agree = _usable(replay), _usable(replay) or _differing(replay)
     twice = f"{counted(len(replay.rows), 'step')} logged twice agree"
@@ -467,19 +467,21 @@ def loss_checks(
     jump = level.smallest_jump
     sees_jump = jump is not None and jump <= SMALLEST_JUMP
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""
-    yield Check(NOTHING_LOADED, seen if sees_jump else "", "too few or too noisy rows for a jump")
+    yield FaultCheck(
+        NOTHING_LOADED, seen if sees_jump else "", "too few or too noisy rows for a jump"
+    )
     yield _by_rows(NOTHING_LOADED, same_weights, stale, "")
     moves = f"{_lr_text(shown)}one update moves the loss by about {share(shown.update.size)}"
     update = f"{twice}; {moves}, and {share(shown.smallest_update)} would be detected"
     why = all_agree or f"{moves}, less than {_least(shown.smallest_update)}"
     if shown.drifts or replay.agreement is Agreement.DRIFT:
-        yield Check(OPTIMIZER, doubt=_drift_text(replay))
-        yield Check(RATE, doubt=_drift_text(replay))
+        yield FaultCheck(OPTIMIZER, doubt=_drift_text(replay))
+        yield FaultCheck(RATE, doubt=_drift_text(replay))
     yield _by_rows(OPTIMIZER, shown.excludes_update and not all_agree, update, why)
     yield _by_rows(RATE, shown.excludes_update and not all_agree, update, why)
     if replay.agreement is Agreement.DRIFT and replay.same_first_norm and replay.first_is_exact:
         same = "the first loss and its gradient norm agree, before any update"
-        yield Check(RANDOM, same)
+        yield FaultCheck(RANDOM, same)
     coarse = f"differences of {share(max(replay.median, replay.rounding))} could hide it"
     yield _by_rows(RANDOM, shown.excludes_random and not weights, first, weights or coarse)
     data = shown.excludes_data and not all_agree
@@ -491,14 +493,14 @@ def loss_checks(
     yield _by_rows(COUNTER, data, f"{twice} under the same numbers", named)
     yield _by_rows(ROUNDED, shown.excludes_rounding and not all_agree, twice, all_agree or coarse)
     yield _averaged(replay)
-    yield Check(
+    yield FaultCheck(
         _IN_PART,
         lacks="3 to 40 % of these do not affect the loss; a seal detects all (ckptctl seal STEP)",
     )
 
 
-def _by_rows(fault: str, is_shown: bool, compared: str, lacks: str) -> Check:
-    return Check(fault, compared if is_shown else "", lacks)
+def _by_rows(fault: str, is_shown: bool, compared: str, lacks: str) -> FaultCheck:
+    return FaultCheck(fault, compared if is_shown else "", lacks)
 
 
 _TOO_FEW = (Agreement.NONE, Agreement.FEW)
@@ -512,7 +514,7 @@ def _usable(replay: Replay) -> str:
         return f"the log rounds the loss by {share(replay.rounding)}"
     if not replay.varies:
         return "the loss hardly varies over the steps logged twice"
-    if replay.origin not in (Origin.RETRAINED, Origin.ASSUMED):
+    if replay.origin not in (RowOrigin.RETRAINED, RowOrigin.ASSUMED):
         return "nothing shows that another attempt trained the steps logged twice"
     return ""
 
@@ -542,7 +544,7 @@ def _least(size: float) -> str:
     return f"{least} that these rows would show"
 
 
-def _averaged(replay: Replay) -> Check:
+def _averaged(replay: Replay) -> FaultCheck:
     """Compare the loss of the averaged weights, where it was logged twice for a step."""
     pairs = [
         (row, row.before.ema_loss, row.after.ema_loss)
@@ -560,9 +562,9 @@ def _averaged(replay: Replay) -> Check:
                 expected=f"{a.value:.6g}",
                 found=f"{b.value:.6g}",
             )
-            return Check(AVERAGED, findings=(finding,))
+            return FaultCheck(AVERAGED, findings=(finding,))
     compared = f"their loss agrees at {counted(len(pairs), 'step')} logged twice" if pairs else ""
-    return Check(
+    return FaultCheck(
         AVERAGED,
         compared,
         "the loss of the training does not depend on them; log their loss (ema_eval_loss)",

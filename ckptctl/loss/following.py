@@ -18,7 +18,7 @@ from ckptctl.logs.reading import DamageLog, LogFormat, LogReader
 from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
 from ckptctl.loss.level import MIN_BEFORE, WINDOWS
-from ckptctl.loss.replay import GOOD_ROWS, Agreement, Origin
+from ckptctl.loss.replay import GOOD_ROWS, Agreement, RowOrigin
 from ckptctl.loss.resumes import LedgerAnswer, NamedCheckpoint, ResumePoint
 from ckptctl.loss.segments import Split, Splitter
 from ckptctl.loss.speed import Pace
@@ -80,7 +80,7 @@ def is_settled(assessment: Assessment) -> bool:
         return n >= WINDOWS[-1]
     if replay.is_proof:
         return n >= GOOD_ROWS or not more_to_replay
-    if replay.origin is Origin.COPIED and not _logs_a_new_step(assessment):
+    if replay.origin is RowOrigin.COPIED and not _logs_a_new_step(assessment):
         # A row that was not logged before shows that another attempt is training.
         return False
     if replay.agreement in (Agreement.DRIFT, Agreement.HIGHER):

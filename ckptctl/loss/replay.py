@@ -83,7 +83,7 @@ class Agreement(StrEnum):
     OTHER_DATA = "other-data"
 
 
-class Origin(StrEnum):
+class RowOrigin(StrEnum):
     """Where the second rows of the steps that were logged twice are from.
 
     `RETRAINED`: digits, times or the attempt differ, so the steps were trained again.
@@ -134,7 +134,7 @@ class Replay:
     """That median in units of its standard error."""
     not_compared: tuple[int, ...] = ()
     """Steps whose rows are means over different numbers of steps."""
-    origin: Origin = Origin.UNKNOWN
+    origin: RowOrigin = RowOrigin.UNKNOWN
     """Where the second rows are from: another attempt (shown by the rows, or assumed because a
     file, a line or the caller states it), a copy, or unknown."""
     copied_because: str = ""
@@ -150,7 +150,7 @@ class Replay:
     @property
     def is_proof(self) -> bool:
         """Whether the steps logged twice prove that the resume was correct."""
-        trained = self.origin in (Origin.RETRAINED, Origin.ASSUMED)
+        trained = self.origin in (RowOrigin.RETRAINED, RowOrigin.ASSUMED)
         return self.agrees and self.fine_enough and self.varies and trained
 
     @property
@@ -222,15 +222,15 @@ def compare_replay(resume: LoggedResume) -> Replay:
 
 def _origin(
     resume: LoggedResume, rows: Sequence[Replayed], earlier: Sequence[Row]
-) -> tuple[Origin, str]:
+) -> tuple[RowOrigin, str]:
     """Determine whether another attempt trained the steps, or rows were written twice, and why."""
     attempts = {row.before.attempt for row in rows}, {row.after.attempt for row in rows}
     if None not in attempts[0] | attempts[1] and not attempts[0] & attempts[1]:
-        return Origin.RETRAINED, ""
+        return RowOrigin.RETRAINED, ""
     if any(row.difference or _norms_differ(row) for row in rows):
-        return Origin.RETRAINED, ""
+        return RowOrigin.RETRAINED, ""
     if _starts_at_once(resume):
-        return Origin.COPIED, "they follow the rows before them sooner than a process can start"
+        return RowOrigin.COPIED, "they follow the rows before them sooner than a process can start"
     differs = False
     for time in _TIMES:
         pairs = [
@@ -239,15 +239,15 @@ def _origin(
         if any(a != b for a, b in pairs):
             differs = True
         elif len(pairs) == len(rows) and _time_repeats(time, pairs, earlier):
-            return Origin.COPIED, "their times repeat, which would not happen in another attempt"
+            return RowOrigin.COPIED, "their times repeat, which would not happen in another attempt"
     if differs:
-        return Origin.RETRAINED, ""
+        return RowOrigin.RETRAINED, ""
     last_step = resume.last_step or resume.after[-1].step
     is_tail = last_step <= resume.overwritten[-1].step
     if is_tail and resume.boundary is not Boundary.CANARY:
         last = resume.overwritten[-1].step
-        return Origin.COPIED, f"no time differs in them and no step follows {last:,}"
-    return (Origin.ASSUMED if resume.is_of_another_attempt else Origin.UNKNOWN), ""
+        return RowOrigin.COPIED, f"no time differs in them and no step follows {last:,}"
+    return (RowOrigin.ASSUMED if resume.is_of_another_attempt else RowOrigin.UNKNOWN), ""
 
 
 def _starts_at_once(resume: LoggedResume) -> bool:

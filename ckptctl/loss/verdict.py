@@ -53,8 +53,8 @@ from ckptctl.loss.replay import (
     GOOD_ROWS,
     MIN_ROWS,
     Agreement,
-    Origin,
     Replay,
+    RowOrigin,
     compare_replay,
 )
 from ckptctl.loss.resumes import LedgerAnswer, LoggedResume
@@ -281,7 +281,7 @@ _FOR_HIGHER = 8  # rows
 def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding for the steps that were logged twice, unless they prove the resume."""
     n = len(replay.rows)
-    if replay.agrees and replay.origin is Origin.COPIED:
+    if replay.agrees and replay.origin is RowOrigin.COPIED:
         yield Finding(
             "loss.copied",
             str(resume.position),
@@ -298,7 +298,7 @@ def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
             expected="a loss that differs from step to step",
             found=f"{replay.rows[0].before.loss.value:.7g}" if replay.rows[0].before.loss else "",
         )
-    elif replay.agrees and replay.origin is Origin.UNKNOWN:
+    elif replay.agrees and replay.origin is RowOrigin.UNKNOWN:
         yield Finding(
             "loss.unmarked",
             str(resume.position),

@@ -277,7 +277,7 @@ def find_runbook(name: str) -> Runbook:
 
 def parse(text: str, file: str) -> Runbook:
     """Read a page; raises `UsageError` with file and line where it is not in form."""
-    reader = _Reader(text, file)
+    reader = _RunbookParser(text, file)
     title = reader.title()
     inputs: tuple[Input, ...] = ()
     states: list[State] = []
@@ -295,7 +295,7 @@ _Body = Sequence[tuple[int, str]]
 """Lines with their numbers, counted from 1."""
 
 
-class _Reader:
+class _RunbookParser:
     def __init__(self, text: str, file: str) -> None:
         self.lines = tuple(enumerate(text.splitlines(), start=1))
         self.file = file

@@ -199,7 +199,7 @@ def watch(
     Cost: each new step twice, to verify and to digest it; one listing of each other step.
     """
     requirements, storage = options_from(keywords, requirements, storage)
-    watcher = _Watcher(root, requirements, storage, bytes_per_s, jobs, accept_unverifiable)
+    watcher = _WatchedRoot(root, requirements, storage, bytes_per_s, jobs, accept_unverifiable)
     watcher.alarm_after = alarm_after
     answers = True
     while True:
@@ -222,7 +222,7 @@ def watch(
         time.sleep(interval_s)
 
 
-class _Watcher:
+class _WatchedRoot:
     """A root, and how its steps are read; `exists` is false while the root does not exist."""
 
     def __init__(
@@ -353,15 +353,15 @@ class _Watcher:
         candidate: Candidate,
         older: Sequence[Candidate],
         inspector: CachingInspector,
-    ) -> _Finished:
+    ) -> _StepResult:
         """Verify and seal a step."""
         report = inspector(candidate, Level.STRUCTURE)
         if report.verdict in _RUNNING:
-            return _Finished(None)
+            return _StepResult(None)
         if report.is_excluded:
-            return _Finished(report.verdict.value)
+            return _StepResult(report.verdict.value)
         if report.verdict is Verdict.UNKNOWN:
-            return _Finished(None, self._event(Event.NO_ANSWER, report))
+            return _StepResult(None, self._event(Event.NO_ANSWER, report))
         over = why_not(report, older, inspector, self._policy)
         if over is not None:
             return self._refused(report, over.reason)
@@ -380,22 +380,22 @@ class _Watcher:
         if sealed.path is not None:
             warned = [one for one in sealed.report.findings if one.code in _OF_OPTIMIZER]
             message = "; ".join([sealed.message, *(one.message for one in warned)])
-            return _Finished("sealed", self._event(Event.SEALED, sealed.report, message))
+            return _StepResult("sealed", self._event(Event.SEALED, sealed.report, message))
         return self._unsealed(sealed.report)
 
-    def _unsealed(self, report: Report) -> _Finished:
+    def _unsealed(self, report: Report) -> _StepResult:
         """What follows from the report of a step that was not sealed."""
         if report.verdict in _RUNNING:
-            return _Finished(None)
+            return _StepResult(None)
         if report.verdict is Verdict.UNKNOWN:
-            return _Finished(None, self._event(Event.NO_ANSWER, report))
+            return _StepResult(None, self._event(Event.NO_ANSWER, report))
         over = refusal(report, self._policy)
         return self._refused(report, over.reason if over is not None else report.verdict.value)
 
-    def _refused(self, report: Report, reason: str) -> _Finished:
+    def _refused(self, report: Report, reason: str) -> _StepResult:
         unproven = report.verdict is Verdict.UNVERIFIABLE
         event = Event.UNVERIFIABLE if unproven else Event.DAMAGED
-        return _Finished(event.value, self._event(event, report, reason))
+        return _StepResult(event.value, self._event(event, report, reason))
 
     def _event(self, event: Event, report: Report, message: str | None = None) -> Watched:
         exit_code = 0 if event is Event.SEALED else report.exit_code or EXIT_STATE_MISSING
@@ -411,7 +411,7 @@ class _Watcher:
         )
 
 
-class _Finished:
+class _StepResult:
     """What became of a step; a `verdict` of None means that it is read again later."""
 
     def __init__(self, verdict: str | None, *events: Watched) -> None:
