@@ -1,4 +1,4 @@
-"""Pairs of ranks that end right after a collective, while a thread of gloo still lets go of it.
+"""Pairs of ranks that end right after a collective, while a thread of gloo still holds it.
 
 ending_ranks.py FOLDER N_PAIRS: prints the exit codes that are not 0. The interval between two
 switches of threads is long, so that the thread gets the GIL only when Python is being finalized.
