@@ -234,7 +234,7 @@ def _close_to(name: str) -> list[str]:
 
 # The JSON Schema of a document, from the classes that hold its fields. Types become constraints,
 # and the docstring behind a field becomes its description. Lists of words (`Enum`) are open, but
-# for those in `_CLOSED`: a reader must accept words that are not among the examples, and fields
+# for those in `CLOSED`: a reader must accept words that are not among the examples, and fields
 # that the schema does not have. Files of a root are closed.
 
 
@@ -242,11 +242,11 @@ Schema = dict[str, Any]
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
-_CLOSED = frozenset(
+CLOSED = frozenset(
     {
         "LossVerdict",
         "Agreement",
-        "Origin",
+        "RowOrigin",
         "Boundary",
         "CheckOutcome",
         "Decision",
@@ -346,7 +346,7 @@ def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool 
         return {"type": _TYPES[hint], **({"minimum": 0} if hint is int and not signed else {})}
     if issubclass(hint, Enum):
         words = [word.value for word in hint]
-        return {"type": "string", "enum" if hint.__name__ in _CLOSED else "examples": words}
+        return {"type": "string", "enum" if hint.__name__ in CLOSED else "examples": words}
     if issubclass(hint, tuple):
         return _array(inner(item) for item in typing.get_type_hints(hint).values())
     if hint.__name__ not in definitions:

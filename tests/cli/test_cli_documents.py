@@ -1,13 +1,15 @@
 """The documents of --json, against the schemas that `explain` prints."""
 
 import math
+from collections.abc import Iterator
+from enum import Enum
 
 import pytest
 from command_line import schema, validated
 from jsonschema import Draft202012Validator
 from made_results import VERDICTS, contents, pick, report, scan, short
 
-from ckptctl.cli import documents
+from ckptctl.cli import documents, explain
 from ckptctl.cli.explain import all_pages, page
 from ckptctl.cli.pick import pick_document
 from ckptctl.cli.verify import verify_document
@@ -67,6 +69,19 @@ def test_every_schema_is_a_schema_and_describes_all_it_names(name):
         field for field, said in fields(schema(name)) if not {"description", "const"} & set(said)
     ]
     assert undescribed == []
+
+
+def test_the_schemas_state_which_lists_of_words_do_not_grow():
+    def enumerations(base: type) -> Iterator[type]:
+        for each in base.__subclasses__():
+            yield each
+            yield from enumerations(each)
+
+    for name in documents.DOCUMENTS:
+        explain.schema(name)
+    assert {each.__name__ for each in enumerations(Enum)} >= explain.CLOSED
+    origin = explain.schema("loss")["$defs"]["Replay"]["properties"]["origin"]
+    assert origin["enum"] == ["retrained", "assumed", "unknown", "copied"]
 
 
 def fields(node):
