@@ -27,6 +27,9 @@ PACKAGE = REPOSITORY / "ckptctl"
 MANY_PARAMETERS = 7
 STEP = 7_340_033
 """A step number that is no other number of the trace."""
+SHARED_BY_INTENT = frozenset({"CkptctlCallback"})
+"""Class names of several modules: a script that moves from one framework to another keeps the
+name of the callback, and changes the module that it imports it from."""
 
 
 def retired_words(where: str) -> frozenset[str]:
@@ -160,6 +163,19 @@ def retired(trees: dict[str, ast.Module]) -> list[str]:
         _, _, name = code.partition(".")
         found += [code] if in_codes & {name, *name.split("-")} else []
     return sorted(set(found))
+
+
+def shared_class_names(files: dict[str, str]) -> list[str]:
+    """Class names, without leading underscores, of more than one class, and their modules."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for module, source in files.items():
+        for name in re.findall(r"^ *class _*(\w+)[(\[:]", source, re.MULTILINE):
+            modules[name].append(module)
+    return [
+        f"{name}: {', '.join(found)}"
+        for name, found in sorted(modules.items())
+        if len(found) > 1 and name not in SHARED_BY_INTENT
+    ]
 
 
 def words_in(name: str) -> set[str]:
@@ -332,7 +348,8 @@ COUNTED = {
 def main() -> int:
     """Print the figures."""
     show = "--names" in sys.argv[1:]
-    trees = {name: ast.parse(source) for name, source in sources().items()}
+    files = sources()
+    trees = {name: ast.parse(source) for name, source in files.items()}
     names = set(trees)
     importers: dict[str, set[str]] = defaultdict(set)
     graph: dict[str, set[str]] = {}
@@ -347,6 +364,7 @@ def main() -> int:
         f"functions with more than {MANY_PARAMETERS} parameters": long_signatures(trees),
         "circular imports": [" ".join(group) for group in cycles(graph)],
         "retired words": retired(trees),
+        "class names of more than one class": shared_class_names(files),
     }
     n_lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
     figures: dict[str, object] = {"lines": n_lines, "modules": len(trees)}

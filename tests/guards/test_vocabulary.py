@@ -82,6 +82,26 @@ def test_no_module_class_function_variable_or_code_has_a_retired_name() -> None:
     assert SHAPE["retired"](trees) == []
 
 
+def test_each_class_name_names_one_class() -> None:
+    """Found by its name, and a key of the tables of `explain`, which have classes by name."""
+    assert SHAPE["shared_class_names"](SHAPE["sources"]()) == []
+
+
+def test_a_second_class_of_a_name_is_found_with_or_without_an_underscore() -> None:
+    files = {
+        "a": "class Row(NamedTuple):\n    pass\n",
+        "b": "class Rows:\n    class _Row:\n        pass\n",
+        "c": "class Row[T]:\n    pass\n",
+        "d": '"""A\nclass Row of text."""\nRow = tuple[str, ...]\n',
+    }
+    assert SHAPE["shared_class_names"](files) == ["Row: a, b, c"]
+
+
+def test_a_class_name_is_shared_by_intent_only_where_several_modules_have_it() -> None:
+    text = "\n".join(SHAPE["sources"]().values())
+    assert all(text.count(f"\nclass {name}(") > 1 for name in SHAPE["SHARED_BY_INTENT"])
+
+
 @pytest.mark.parametrize(
     "source",
     [
