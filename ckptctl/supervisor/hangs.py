@@ -507,7 +507,7 @@ _OF_STORAGE = re.compile(r"nfs|rpc_|fuse|lustre|ptlrpc|cl_sync|ll_|ceph|gpfs|cif
 """Functions of the kernel in which a process waits for a storage of the network."""
 
 
-class SuspectRanks(NamedTuple):
+class Suspects(NamedTuple):
     """The ranks that evidence sets apart, none where it does not decide, and why.
 
     With `alone` it needs no other rank: what unseen ranks do cannot explain it.
@@ -525,7 +525,7 @@ def name_ranks(
     dumps: Sequence[Dump] = (),
     missing: Collection[int] = (),
     unseen: int | None = 0,
-) -> SuspectRanks:
+) -> Suspects:
     """The ranks at fault. `missing` are ranks of a node that never reported.
 
     `unseen` is how many ranks of the job nothing is known of; None where the number of its ranks
@@ -539,51 +539,45 @@ def name_ranks(
     if n_all == 1 and is_all and not _in_collective(ranks[0].stack):
         (only,) = ranks
         why = f"no other rank than {only.rank} is in question{_place(only.stack)}"
-        return SuspectRanks(
-            (only.rank,), "; ".join([why, *only.stuck]), hardware=_by_hardware(only)
-        )
-    return SuspectRanks((), f"the rank at fault is undecided: {_undecided(ranks, n_all, unseen)}")
+        return Suspects((only.rank,), "; ".join([why, *only.stuck]), hardware=_by_hardware(only))
+    return Suspects((), f"the rank at fault is undecided: {_undecided(ranks, n_all, unseen)}")
 
 
-def _named(ranks: Sequence[RankEvidence], kind: SuspectRanks) -> SuspectRanks:
+def _named(ranks: Sequence[RankEvidence], kind: Suspects) -> Suspects:
     """What a kind of evidence names, with the processes that its ranks wait for."""
     named = [evidence for evidence in ranks if evidence.rank in kind.ranks]
     stuck = [process for evidence in named for process in evidence.stuck]
     why = "; ".join([f"{ranks_listed(kind.ranks)} {kind.why}", *stuck])
     hardware = kind.hardware and all(_by_hardware(evidence) for evidence in named)
-    return SuspectRanks(tuple(sorted(kind.ranks)), why, kind.alone, hardware)
+    return Suspects(tuple(sorted(kind.ranks)), why, kind.alone, hardware)
 
 
 def _kinds(
     ranks: Sequence[RankEvidence], dumps: Sequence[Dump], missing: Collection[int]
-) -> Iterator[SuspectRanks]:
+) -> Iterator[Suspects]:
     """The ranks that each kind of evidence sets apart, the most conclusive kind first."""
-    yield SuspectRanks(
-        [rank.rank for rank in ranks if not rank.alive], "ended, and others wait", True
-    )
-    yield SuspectRanks([rank.rank for rank in ranks if rank.state == "T"], STUCK["T"], True)
-    yield SuspectRanks(missing, "has not reported at all")
+    yield Suspects([rank.rank for rank in ranks if not rank.alive], "ended, and others wait", True)
+    yield Suspects([rank.rank for rank in ranks if rank.state == "T"], STUCK["T"], True)
+    yield Suspects(missing, "has not reported at all")
     in_kernel = [rank.rank for rank in ranks if rank.state == "D"]
-    yield SuspectRanks(in_kernel, STUCK["D"], hardware=True)
+    yield Suspects(in_kernel, STUCK["D"], hardware=True)
     if len(dumps) > 1:
         stall = compare_dumps(dumps)
         if not stall.without_dump:
-            yield SuspectRanks(stall.differing, "called another collective (flight recorder)")
-            yield SuspectRanks(stall.ranks, "did not join a collective (flight recorder)")
+            yield Suspects(stall.differing, "called another collective (flight recorder)")
+            yield Suspects(stall.ranks, "did not join a collective (flight recorder)")
     stacks = {rank.rank: rank.stack for rank in ranks if rank.stack is not None}
     silent = [rank.rank for rank in ranks if rank.asked and rank.stack is None]
     if stacks:
-        yield SuspectRanks(silent, "does not write its stacks when asked")
+        yield Suspects(silent, "does not write its stacks when asked")
     outside = [rank for rank, stack in stacks.items() if not _in_collective(stack)]
     places = {_place(stacks[rank]) for rank in outside}
     # Where most are outside of it, they may all be slow, and the others only first. Of those at
     # several places one can wait for the other, by its device or by a file.
     if len(stacks) == len(ranks) and 0 < len(outside) <= len(stacks) / 2 and len(places) == 1:
-        yield SuspectRanks(
-            outside, f"is not in the collective that the others wait in{places.pop()}"
-        )
+        yield Suspects(outside, f"is not in the collective that the others wait in{places.pop()}")
     with_stuck = [rank.rank for rank in ranks if rank.stuck and not _in_collective(rank.stack)]
-    yield SuspectRanks(with_stuck, "waits for a process")
+    yield Suspects(with_stuck, "waits for a process")
 
 
 def _by_hardware(evidence: RankEvidence) -> bool:

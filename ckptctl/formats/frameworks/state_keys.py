@@ -210,10 +210,7 @@ def counts_steps(key: str) -> bool:
 
 
 def kinds_of(
-    leaves: Sequence[Leaf],
-    front: Words = (),
-    mapped: StateMap = (),
-    beside: Shapes = _NOTHING,
+    leaves: Sequence[Leaf], front: Words = (), mapped: StateMap = (), beside: Shapes = _NOTHING
 ) -> Sequence[StateKind]:
     """The kind of each entry of one state, in order.
 

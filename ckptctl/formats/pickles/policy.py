@@ -246,11 +246,8 @@ def item(args: tuple[object, ...]) -> object:
 
 def union_of_types(args: tuple[object, ...]) -> object:
     """What stands for `functools.reduce(operator.or_, types)`: `int | str`, pickled."""
-    if (
-        args
-        and isinstance(args[0], NamedGlobal)
-        and args[0].name in ("operator.or_", "_operator.or_")
-    ):
+    first = args[0] if args else None
+    if isinstance(first, NamedGlobal) and first.name in ("operator.or_", "_operator.or_"):
         return Opaque("types.UnionType", args)
     raise Acts("calls functools.reduce")
 
