@@ -391,8 +391,17 @@ class _Agent(Watcher):
         self._round.put("start", msgspec.json.encode(start))
         inspect = WatchedRoots(job.all_roots, job.options).inspect
         alarm = StepAlarm(job.roots.url, job.options, inspect, lambda: held.state["best"])
-        own = self._attempt(start, plan, held, alarm)
-        ended = self._merged([own, *map(self._end_of, others)])
+        begun_s = time.monotonic()
+        try:
+            own = self._attempt(start, plan, held, alarm)
+            ended = self._merged([own, *map(self._end_of, others)])
+        except NoRendezvous as error:  # the state holds why, though no other agent hears of it
+            why = f"the rendezvous of the nodes does not answer: {error}"
+            cause = Classification.stated("infra-node", why, "high", ())
+            code = 128 + signal.SIGTERM  # the ranks were ended
+            seconds, is_asked = time.monotonic() - begun_s, job.signals.asked is not None
+            job.conclude(held, Ended(code, seconds, cause, None, is_asked, lost_node=True), plan)
+            raise
         conclusion = job.conclude(held, ended, plan)
         last = job.attempts[-1]
         self._step = last.step

@@ -259,6 +259,18 @@ def test_without_the_node_that_serves_the_rendezvous_the_others_end_their_ranks(
     assert attempt["decision"] is None, "the next invocation closes it"
 
 
+def test_the_agent_that_leads_records_that_the_rendezvous_is_gone(agents: Agents):
+    agents.job, agents.conf = ("100000", "none"), ",read_timeout=5"
+    agents.start(SECOND, address="127.0.0.2", host=SECOND)
+    agents.start(FIRST, host=SECOND)
+    wait_until((agents.root / "step_4").exists, what="a step")
+    agents.started[SECOND].kill()
+    assert agents.started[FIRST].wait(60) == 94
+    (attempt,) = states(agents.root)[-1]["attempts"]
+    assert (attempt["host"], attempt["cause"], attempt["free"]) == (FIRST, "infra-node", False)
+    assert (attempt["decision"], agents.attempts()) == ("restart", [attempt])
+
+
 def test_two_agents_on_one_node_and_two_jobs_in_one_rendezvous_are_refused(agents: Agents):
     agents.job = ("10", "none")
     agents.start(FIRST)
