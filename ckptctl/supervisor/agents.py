@@ -58,7 +58,8 @@ _POLL_S = 0.2
 _END_S = 300.0
 """How long the other nodes may take to end their ranks and to read their logs after a failure."""
 _PART_S = 10.0
-"""How long the agent with the store waits at the end until the others have read the outcome."""
+"""How long the agent with the store waits at the end until the others have read the outcome, and
+one that a signal asked to end for the outcome."""
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _FAILED_FIRST, _ASKED = "failed-first", b"asked"
 _MAX_BYTES = 16 << 20
@@ -154,6 +155,10 @@ def supervise_nodes(
             f"--torchrun needs torch (tried with 2.13) in the Python of ckptctl: {error}",
             next_command="pip install 'ckptctl[torch]'",
         ) from error
+    log_dir = options.output.log_dir
+    if log_dir is not None:  # one folder that all nodes see, in the same command for all
+        log_dir = os.path.join(log_dir, cluster_context().node)
+        options = replace(options, output=replace(options.output, log_dir=log_dir))
     return supervise(command, root, options, partial(_run, read_launch(command)))
 
 
@@ -281,15 +286,22 @@ class _Agent(Watcher):
         if asked is not None:
             raise _Ends(Conclusion(Decision.RESTART, "a signal asked for it", 128 + asked))
 
-    def _await(self, rank: int, *keys: str, leaves: bool = False) -> str:
-        """The first of these keys that agent `rank` publishes; `_NodesChanged` where it is gone."""
+    def _await(self, rank: int, *keys: str, leaves_after_s: float | None = None) -> str:
+        """The first of these keys that agent `rank` publishes; `_NodesChanged` where it is gone.
+
+        A signal ends the agent, so long after it was seen here; without a time it does not.
+        """
+        leaves_at_s = None
         while True:
             for key in keys:
                 if self._round.get(key) is not None:
                     return key
-            if leaves and self._job.signals.asked is not None:
-                self._round.count("asked")
-                self._leave_if_asked()
+            if leaves_after_s is not None and self._job.signals.asked is not None:
+                now_s = time.monotonic()
+                leaves_at_s = leaves_at_s or now_s + leaves_after_s
+                if now_s >= leaves_at_s:
+                    self._round.count("asked")
+                    self._leave_if_asked()
             if rank not in self._members.present():
                 raise _NodesChanged(f"{self._names_of([rank])} is gone")
             time.sleep(_POLL_S)
@@ -356,6 +368,8 @@ class _Agent(Watcher):
             return differing
         names = self._names = [node.node for node in nodes]
         if self._held is None:
+            if any(node.n_attempts for node in nodes):
+                self._reset_no_budget()  # this one came later: it was reset before
             seen = job.prepare()
             self._held, self._step = hold(job, seen), seen.step
         held = self._held
@@ -383,8 +397,19 @@ class _Agent(Watcher):
         self._round.put("start", msgspec.json.encode(start))
         inspect = WatchedRoots(job.all_roots, job.options).inspect
         alarm = StepAlarm(job.roots.url, job.options, inspect, lambda: held.state["best"])
-        own = self._attempt(start, plan, held, alarm)
-        ended = self._merged([own, *map(self._end_of, others)])
+        begun_s = time.monotonic()
+        try:
+            own = self._attempt(start, plan, held, alarm)
+            ended = self._merged([own, *map(self._end_of, others)])
+        except NoRendezvous as error:  # the state holds why, though no other agent hears of it
+            why = f"the rendezvous of the nodes does not answer: {error}"
+            cause = Classification.stated("infra-node", why, "high", ())
+            code = 128 + signal.SIGTERM  # the ranks were ended
+            seconds, is_asked = time.monotonic() - begun_s, job.signals.asked is not None
+            job.conclude(
+                held, AttemptEnd(code, seconds, cause, None, is_asked, lost_node=True), plan
+            )
+            raise
         conclusion = job.conclude(held, ended, plan)
         last = job.attempts[-1]
         self._step = last.step
@@ -401,11 +426,11 @@ class _Agent(Watcher):
     def _follow(self) -> _LeaderOutcome:
         """Run the ranks of this node as agent 0 states it."""
         self._check_size()
-        if self._await(0, "start", "outcome", leaves=True) == "start":
+        if self._await(0, "start", "outcome", leaves_after_s=0.0) == "start":
             start = self._read("start", _AttemptStart)
             self._names = start.nodes
             self._attempt(start, AttemptPlan([], {}, "", None, ()))
-            self._await(0, "outcome")
+            self._await(0, "outcome", leaves_after_s=_PART_S)
         outcome = self._read("outcome", _LeaderOutcome)
         if outcome.attempt is not None:
             self._job.record(outcome.attempt)
@@ -420,9 +445,7 @@ class _Agent(Watcher):
         name = f"{start.run}/{start.number}"
         marker = f"{marker_of(start.run, job.roots.url)}@{self._node}"
         end_left_behind(marker, job.tell)
-        # It is reset once, whichever agent leads later.
-        budget = replace(job.options.budget, reset_budget=None)
-        job.options = replace(job.options, budget=budget)
+        self._reset_no_budget()
         command = self._launch.command(start.address, meeting.rank, meeting.size)
         plan = plan._replace(command=command)
         variables = {RESTART_COUNT: str(start.restarts), ATTEMPT: name, MARKER: marker}
@@ -431,6 +454,11 @@ class _Agent(Watcher):
         end = self._node_end(runner.run(start.number, plan, variables, start.about))
         meeting.put(f"end/{meeting.rank}", msgspec.json.encode(end))
         return end
+
+    def _reset_no_budget(self) -> None:
+        """The budget is reset once, whichever agent leads later."""
+        budget = replace(self._job.options.budget, reset_budget=None)
+        self._job.options = replace(self._job.options, budget=budget)
 
     def _node_end(self, ended: AttemptEnd) -> _NodeEnd:
         asked = self._job.signals.asked is not None

@@ -152,7 +152,7 @@ class OutputOptions:
         Parameter(
             "--log-dir DIR",
             "Write the output of each attempt to DIR/ATTEMPT/output.log, and the "
-            "decisions to DIR/run.log.",
+            "decisions to DIR/run.log; with --torchrun in DIR/NODE.",
         ),
     ] = None
     evidence_dir: Annotated[

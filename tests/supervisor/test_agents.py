@@ -105,8 +105,9 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
 def test_a_failure_and_a_hang_on_one_node_restart_the_job_on_both(agents: Agents):
     agents.job = ("10", "raise:4:3 sleep:8:3 none")
     agents.options = ("--section-timeouts", "step:8", "--max-restarts", "1")
-    agents.start(FIRST, "--log-dir", str(agents.folder / "log-1"))
-    agents.start(SECOND, "--log-dir", str(agents.folder / "log-2"))
+    agents.options += ("--log-dir", str(agents.folder / "logs"))
+    agents.start(FIRST)
+    agents.start(SECOND)
     assert agents.codes() == [0, 0], agents.text(FIRST) + agents.text(SECOND)
     failed, hung, done = attempts = agents.attempts()
     assert agents.attempts(SECOND) == attempts, "one budget and one history"
@@ -119,11 +120,11 @@ def test_a_failure_and_a_hang_on_one_node_restart_the_job_on_both(agents: Agents
     assert (hung["cause"], hung["ranks"], hung["nodes"]) == ("hang", [3], [SECOND])
     assert (hung["section"], hung["step"], hung["decision"]) == ("step", 6, "restart")
     assert (done["decision"], done["step"]) == ("done", 10)
-    for node, log in ((FIRST, "log-1"), (SECOND, "log-2")):
+    for node in (FIRST, SECOND):
         text = agents.text(node)
         assert "rank 3 is not in the collective that the others wait in" in text
         assert "wait_for_data" in text
-        outputs = [agents.folder / log / str(n) / "output.log" for n in (2, 3)]
+        outputs = [agents.folder / "logs" / node / str(n) / "output.log" for n in (2, 3)]
         assert ["resumed 2 " in path.read_text() for path in outputs] == [True, False]
         assert "resumed 6 " in outputs[1].read_text()
     assert "node-2 is named (hang) and stays" in agents.text(FIRST)
@@ -217,7 +218,8 @@ def test_a_node_that_comes_later_joins_and_can_lead(agents: Agents):
     agents.nnodes, agents.job = "1:2", ("200", "none")
     agents.start(SECOND, address="127.0.0.2", host=SECOND)
     wait_until((agents.root / "step_2").exists, what="a step")
-    agents.start(FIRST, host=SECOND)  # its address is the lower one
+    # Its address is the lower one.
+    agents.start(FIRST, "--reset-budget", "a reason of the first start", host=SECOND)
     agents.wait_for("resumed")
     assert "of 4" in agents.text(FIRST)
     for child in agents.started.values():
@@ -226,7 +228,19 @@ def test_a_node_that_comes_later_joins_and_can_lead(agents: Agents):
     joined, stopped = agents.attempts(SECOND)
     assert (joined["free"], joined["world_size"], joined["host"]) == (True, 2, SECOND)
     assert (stopped["world_size"], stopped["host"]) == (4, FIRST)
+    assert states(agents.root)[-1]["resets"] == []
     assert states(agents.root)[-1]["owner"] is None
+
+
+def test_sigterm_ends_an_agent_though_the_one_that_leads_does_not_decide(agents: Agents):
+    agents.job, agents.conf = ("100000", "none"), ",keep_alive_max_attempt=600"
+    agents.start(SECOND, address="127.0.0.2", host=SECOND)
+    agents.start(FIRST, host=SECOND)
+    wait_until((agents.root / "step_4").exists, what="a step")
+    agents.started[FIRST].send_signal(signal.SIGSTOP)
+    agents.started[SECOND].terminate()
+    assert agents.started[SECOND].wait(60) == 143
+    assert agents.text(SECOND).count("saved") == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -243,6 +257,18 @@ def test_without_the_node_that_serves_the_rendezvous_the_others_end_their_ranks(
     assert "the rendezvous" in agents.text(SECOND)
     (attempt,) = states(agents.root)[-1]["attempts"]
     assert attempt["decision"] is None, "the next invocation closes it"
+
+
+def test_the_agent_that_leads_records_that_the_rendezvous_is_gone(agents: Agents):
+    agents.job, agents.conf = ("100000", "none"), ",read_timeout=5"
+    agents.start(SECOND, address="127.0.0.2", host=SECOND)
+    agents.start(FIRST, host=SECOND)
+    wait_until((agents.root / "step_4").exists, what="a step")
+    agents.started[SECOND].kill()
+    assert agents.started[FIRST].wait(60) == 94
+    (attempt,) = states(agents.root)[-1]["attempts"]
+    assert (attempt["host"], attempt["cause"], attempt["free"]) == (FIRST, "infra-node", False)
+    assert (attempt["decision"], agents.attempts()) == ("restart", [attempt])
 
 
 def test_two_agents_on_one_node_and_two_jobs_in_one_rendezvous_are_refused(agents: Agents):
