@@ -199,14 +199,14 @@ def watch(
     Cost: each new step twice, to verify and to digest it; one listing of each other step.
     """
     requirements, storage = options_from(keywords, requirements, storage)
-    watcher = _WatchedRoot(root, requirements, storage, bytes_per_s, jobs, accept_unverifiable)
-    watcher.alarm_after = alarm_after
+    watched = _WatchedRoot(root, requirements, storage, bytes_per_s, jobs, accept_unverifiable)
+    watched.alarm_after = alarm_after
     answers = True
     while True:
         try:
-            yield from watcher.events()
+            yield from watched.events()
             answers = True
-            if on_listed is not None and watcher.exists:
+            if on_listed is not None and watched.exists:
                 on_listed()
         except AccessDenied:
             raise
