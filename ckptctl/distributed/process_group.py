@@ -43,8 +43,8 @@ BACKEND = "gloo"
 _MEET_EVERY_S = 1.0
 _BEFORE_S = 10.0
 """How long a store of an earlier command of the same job step may still answer."""
-_ended: deque[dist.Work] = deque(maxlen=8)
-"""The last collectives, which nothing else holds.
+_last: deque[dist.Work] = deque(maxlen=8)
+"""The last collectives, also those that failed, which nothing else holds.
 
 A thread of gloo releases a collective soon after its end. Where it is the last that holds it, it
 frees the tensors, for which it needs the GIL, and in a process that ends meanwhile it ends with
@@ -348,8 +348,8 @@ class ProcessGroup:
         try:
             work = start()
             if work is not None:
+                _last.append(work)
                 work.wait()
-                _ended.append(work)
         except RuntimeError as error:  # torch raises these for a lost peer and for a timeout
             raise ranks_lost(error) from error
 

@@ -63,9 +63,10 @@ class Passes:
     """The passes of one loader: the current one, and that of the step until it is continued.
 
     `data` describes the data. `state` is what was loaded, of which `n_to_skip` batches of a stream
-    are taken again, and left out. The generator of the loader that `is_main` is restored, too.
-    `numbers` returns the whole numbers that the script keeps in `extra`; `counters` are those that
-    rose with the passes. `data_ledger` records the samples that are returned.
+    are taken again, and left out. The generator of the loader that `is_main` is saved with the
+    random numbers of its rank. `numbers` returns the whole numbers that the script keeps in
+    `extra`; `counters` are those that rose with the passes. `data_ledger` records the samples that
+    are returned.
     """
 
     data: Mapping[str, Any]
@@ -117,6 +118,8 @@ class Passes:
         saved = SavedPass(*(record[name] for name in ("epoch", "before", "n_ended", "finished")))
         self.epoch, self.before, self.n_ended = saved.epoch, saved.before, saved.n_ended
         self.saved, self.counters = saved, record["counters"]
+        if "generator" in record and loader.generator is not None:
+            loader.generator.set_state(record["generator"])
         owner = owner_of_epoch(loader)
         if owner is not None and saved.epoch is not None:
             owner.set_epoch(saved.epoch)
@@ -303,7 +306,7 @@ def _followed(base: Any) -> type:
                 passes.begin(_epoch_of(self), ended=self._is_finished())
                 begun = iter(super().__iter__())
                 return begun if passes.data_ledger is None else self._recorded(passes, begun)
-            with _random_numbers_kept(self.generator if passes.is_main else None):
+            with _random_numbers_kept(self.generator):
                 rest = super().__iter__()
                 for _ in range(passes.n_to_skip):
                     next(rest, None)
@@ -352,7 +355,11 @@ def _followed(base: Any) -> type:
                 state = dict(self.next_iter_state or {})  # what was loaded, and not yet continued
             else:
                 state = super().state_dict()
-            return {**state, RECORD: passes.record(finished=self._is_finished())}
+            record = passes.record(finished=self._is_finished())
+            # That of the main loader is among the random numbers of its rank.
+            if self.generator is not None and not passes.is_main:
+                record["generator"] = self.generator.get_state()
+            return {**state, RECORD: record}
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             """Continue at a position; the state may be one without a record."""

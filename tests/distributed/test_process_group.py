@@ -341,7 +341,10 @@ def test_ranks_that_do_not_meet_after_a_restart_by_torchrun_need_a_store_of_thei
 
 
 @pytest.mark.torch
-def test_a_rank_that_ends_right_after_a_collective_ends_with_its_own_exit_code(tmp_path: Path):
+@pytest.mark.parametrize("lost", [(), ("lost",)], ids=["ended", "failed"])
+def test_a_rank_ends_with_its_own_exit_code_right_after_a_collective(
+    tmp_path: Path, lost: tuple[str, ...]
+):
     program = Path(__file__).with_name("ending_ranks.py")
-    result = run_program(sys.executable, program, tmp_path, 15)
+    result = run_program(sys.executable, program, tmp_path, 10, *lost)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr

@@ -330,3 +330,19 @@ def test_the_data_of_a_second_loader_is_compared_as_well(make, tmp_path):
     with pytest.raises(StateRefused, match="the first and last sample was"):
         begin(tmp_path / "run", stateful(), extra={"second": make(Lines(seed=1))})
     begin(tmp_path / "run", stateful(), extra={"second": make(Lines())}).close()
+
+
+def shuffled() -> Any:
+    return stateful(shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def test_the_next_pass_of_a_second_loader_has_the_order_of_an_undisturbed_run(tmp_path):
+    undisturbed = shuffled()
+    with begin(tmp_path / "undisturbed", stateful(), extra={"second": undisturbed}):
+        expected = [*undisturbed, *undisturbed][1:]
+    second = shuffled()
+    with begin(tmp_path / "run", stateful(), extra={"second": second}) as ckpt:
+        take(ckpt, second, 1)
+    resumed = shuffled()
+    begin(tmp_path / "run", stateful(), extra={"second": resumed}).close()
+    assert torch.equal(torch.stack([*resumed, *resumed]), torch.stack(expected))
