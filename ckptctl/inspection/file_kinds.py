@@ -20,7 +20,13 @@ import msgspec
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import families_of, key_of
+from ckptctl.formats.families import (
+    INDEX_NAME,
+    families_of,
+    folder_and_suffix,
+    indexed_among,
+    key_of,
+)
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import (
     axes_in,
@@ -172,21 +178,12 @@ def unlisted_files(step: Step) -> Mapping[str, int]:
         # Nor is a file whose name states a place in the grid of ranks of its framework.
         and not ((named := rank_file(file.path, step.layout)) and axes_in(named[1]))
     }
-    indexed = {(match["folder"], match["suffix"]) for path in saved if (match := INDEX_NAME(path))}
-    return {path: size for path, size in saved.items() if folder_and_suffix(path) not in indexed}
+    indexed = indexed_among(saved)
+    return {path: size for path, size in saved.items() if path not in indexed}
 
 
 _FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
 """Layouts with files for each parameter, which `inspection.rank_files` counts."""
-
-INDEX_NAME = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
-"""Matches the path of an index of the files of a model."""
-
-
-def folder_and_suffix(path: str) -> tuple[str, str]:
-    """The folder of a file and the end of its name from the last dot on."""
-    return path[: path.rfind("/") + 1], path[path.rfind(".") :]
-
 
 WordsOfFiles = Mapping[str, tuple[str, int]]
 """The path and the size of a file of each word."""
