@@ -98,6 +98,11 @@ def key_of(path: str) -> str:
     return _NUMBER.sub("N", path)
 
 
+def key_in_step(path: str, number: int | None) -> str:
+    """A path with the number of its step as `N`, where the other numbers tell files apart."""
+    return _NUMBER.sub(lambda match: "N" if clamped(match[0]) == number else match[0], path)
+
+
 class _Named(msgspec.Struct, frozen=True, order=True):
     """A file with the numbers in its path, and which of them are counts."""
 
