@@ -40,6 +40,7 @@ from ckptctl.inspection.file_kinds import (
     open_families,
     open_words,
 )
+from ckptctl.inspection.identity import path_then
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, ranks_in, several_worlds
 from ckptctl.inspection.shape import empty_file, missing_file
@@ -196,7 +197,7 @@ def _check_families(
         by = _known_or_beside(compared)
         words = None if by else _only_words(opened, saved_world_size)
         return Wholeness(by=by) if words is None else Wholeness((words,))
-    mixed = _mixed(opened.step, families)
+    mixed = _mixed(opened.step, families) or _resized_in_part(compared, families)
     if mixed is not None:
         return Wholeness((mixed,))
     numbered = [family for family in families if family.is_numbered]
@@ -326,6 +327,74 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
         return None
     sizes_of_key = [family.n_files for family in several]
     return several_worlds(step, several[0].example, several[0].key, sizes_of_key)
+
+
+def _resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
+    """The finding for a save by other ranks over a step of which files of the first are left.
+
+    Two files of a kind were as large as each other in the nearest step. One still is, the other is
+    not, and most of its tensors have another shape or are new. Together the files hold more of the
+    optimizer than then: parts of it are there twice. In a save by other ranks alone all change.
+
+    Cost: the listing of the nearest step; where sizes of files show this, the pickles of both.
+    """
+    opened, keys = compared.opened, {family.key for family in families if family.n_present > 1}
+    for other in steps_beside(opened, 1) if keys else ():
+        pairs = _resized_beside(opened, other, keys)
+        held = [family for family in families if family.key in pairs]
+        now, then = (_elements_by_key(one, held, ("optimizer",)) for one in (opened, other))
+        for key in sorted(now.keys() & then.keys()):
+            path, same = pairs[key]
+            if now[key] > SIMILAR * then[key] and _is_of_other_parts(opened, path, other):
+                return Finding(
+                    "state.mixed",
+                    path,
+                    f"{path} holds other parts of the tensors than in {other.name}, and {same} "
+                    "those that it held there: files of two saves, by different numbers of ranks, "
+                    "lie in one folder",
+                    next_command=command_line("show", opened.url),
+                )
+    return None
+
+
+def _resized_beside(
+    opened: OpenStep, other: OpenStep, keys: Collection[str]
+) -> Mapping[str, tuple[str, str]]:
+    """By key a file of another size than in another step, and one that was as large and still is."""
+    sizes = {file.path: file.size for file in other.files}
+    files: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    for file in opened.files:
+        key = key_of(file.path)
+        if file.kind == "file" and key in keys:
+            then = sizes.get(path_then(opened, other, file.path, other.step.number or 0))
+            if then:
+                files[key].append((file.path, file.size, then))
+    pairs: dict[str, tuple[str, str]] = {}
+    for key, of_key in files.items():
+        resized = next((one for one in of_key if not are_alike(one[1], one[2])), None)
+        if resized is not None:
+            same = (p for p, now, then in of_key if are_alike(now, then))
+            alike = {p for p, _, then in of_key if are_alike(then, resized[2])}
+            path = next((p for p in same if p in alike), None)
+            if path is not None:
+                pairs[key] = (resized[0], path)
+    return pairs
+
+
+def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep) -> bool:
+    """Whether most tensors of a file are new or have another shape than in another step."""
+    path_before = path_then(opened, other, path, other.step.number or 0)
+    with suppress(StorageError):
+        now, then = (
+            {
+                ".".join(map(str, leaf.path)): leaf.local or leaf.shape
+                for leaf in leaves
+                if leaf.shape
+            }
+            for leaves in (leaves_at(opened, path), leaves_at(other, path_before))
+        )
+        return 2 * sum(then.get(fqn) != shape for fqn, shape in now.items()) >= len(now) > 0
+    return False
 
 
 def _emptied(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
@@ -800,8 +869,10 @@ def _is_redistributed(opened: OpenStep, families: Sequence[Family], other: _Besi
     return bool(now) and now == then and all(family.n_files in n_files for family in families)
 
 
-def _elements_by_key(opened: OpenStep, families: Iterable[Family]) -> Mapping[str, int]:
-    """The elements of weights and moments in the files of each family; none where one is unread."""
+def _elements_by_key(
+    opened: OpenStep, families: Iterable[Family], kinds: Sequence[str] = ("model", "optimizer")
+) -> Mapping[str, int]:
+    """The elements of tensors of `kinds` in the files of each family; none where one is unread."""
     keys, layout = {family.key for family in families}, opened.step.layout
     elements: dict[str, int] = defaultdict(int)
     with suppress(StorageError):
@@ -809,7 +880,7 @@ def _elements_by_key(opened: OpenStep, families: Iterable[Family]) -> Mapping[st
         for tensor in () if unlisted else tensors:
             key = kind_key(tensor.file, layout)
             # Each rank has the counts and random states of its own.
-            if prod(tensor.shape) > 1 and key in keys and tensor.kind in ("model", "optimizer"):
+            if prod(tensor.shape) > 1 and key in keys and tensor.kind in kinds:
                 elements[key] += prod(tensor.shape)
     return elements
 

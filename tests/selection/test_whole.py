@@ -83,12 +83,14 @@ def names_of(scheme: tuple[str, str], ranks: int) -> dict[tuple[str, int], str]:
     }
 
 
-def save_step(folder: Path, scheme: tuple[str, str], ranks: int = 4, number: int = 0) -> None:
-    """A step whose weights, 8 by 2, are split over the ranks."""
+def save_step(
+    folder: Path, scheme: tuple[str, str], ranks: int = 4, number: int = 0, n_rows: int = 8
+) -> None:
+    """A step whose weights, `n_rows` by 2, are split over the ranks."""
     for (kind, rank), name in names_of(scheme, ranks).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = torch.full((8 // ranks, 2), float(number + rank))
+        rows = torch.full((n_rows // ranks, 2), float(number + rank))
         if name.endswith(".safetensors"):
             save_file({"w": rows}, path)
         elif kind == "model":
@@ -822,6 +824,35 @@ def test_the_optimizers_of_fewer_ranks_show_that_no_random_state_is_missing(tmp_
     assert ckptctl.pick(str(tmp_path)).step == 30
     (tmp_path / "checkpoint-30" / "rng_state_1.pth").unlink()
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+@pytest.mark.parametrize("ranks", [(4, 2), (2, 4)])
+@pytest.mark.parametrize("left", [0, 1])
+def test_files_of_another_number_of_ranks_in_a_step_are_of_two_saves(tmp_path, ranks, left):
+    """As after a job that went on with other ranks was killed while it saved a step again."""
+    scheme = ("net.{r}.pt", "adam.{r}.pt")
+    for number in (10, 20, 30):
+        save_step(tmp_path / f"step-{number}", scheme, ranks[0], number, n_rows=4000)
+    save_step(tmp_path / "again", scheme, ranks[1], 30, n_rows=4000)
+    kept = max(ranks) - 1 if ranks[0] == 4 else left
+    for path in (tmp_path / "again").iterdir():
+        if f".{kept}." not in path.name:
+            shutil.copy(path, tmp_path / "step-30")
+    shutil.rmtree(tmp_path / "again")
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (21, ["state.mixed"])
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+    save_step(tmp_path / "step-40", scheme, ranks[0], 40, n_rows=4000)
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 40
+
+
+def test_parts_of_a_replay_buffer_that_fill_one_after_the_other_are_of_one_save(tmp_path):
+    for number, rows in ((10, 500), (20, 500), (30, 900)):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        for part, n_rows in enumerate((500, rows)):
+            torch.save({"observations": torch.ones(n_rows, 8)}, step / f"buffer_{part}.pt")
+    assert ckptctl.pick(str(tmp_path)).step == 30
 
 
 SHARDS_OF_RANKS = """
