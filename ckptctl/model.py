@@ -504,6 +504,22 @@ class Family(msgspec.Struct, frozen=True):
         start = self.spans[0][0][0] if self.spans else 0
         return re.search("rank[-_]?$", self.example[:start]) is not None
 
+    def with_only(self, path: str) -> Family:
+        """The family of one axis in a step that has only the file `path` of it."""
+        then, now = ([*re.finditer("[0-9]+", name)] for name in (self.example, path))
+        starts = [match.start() for match in then]
+        places = [starts.index(start) for start, _ in self.spans[0]]
+        number = int(now[places[0]][0])
+        return msgspec.structs.replace(
+            self,
+            members=frozenset({(number,)}),
+            lengths=(number - self.base + 1,),
+            values=((number,),),
+            example=path,
+            spans=(tuple(now[place].span() for place in places),),
+            n_bytes=0,
+        )
+
     def as_window(self) -> Family:
         """The same family where its numbers may begin at any: they count from the least one."""
         (held,) = self.values

@@ -45,6 +45,10 @@ _COUNT = re.compile(
 """The text before a number that counts the members of an axis: `-of-4`, `world_size_8`, `r2w4`."""
 
 
+INDEX_NAME = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
+"""Matches the path of an index of the files of a model."""
+
+
 def families_of(
     paths: Iterable[str], number: int | None = None, sizes: Mapping[str, int] | None = None
 ) -> tuple[Family, ...]:
@@ -79,9 +83,26 @@ def families_of(
     )
 
 
+def indexed_among(paths: Iterable[str]) -> frozenset[str]:
+    """The files of models whose index is among them, which names their files: no rank's."""
+    paths = [*paths]
+    indexed = {(match["folder"], match["suffix"]) for path in paths if (match := INDEX_NAME(path))}
+    return frozenset(path for path in paths if folder_and_suffix(path) in indexed)
+
+
+def folder_and_suffix(path: str) -> tuple[str, str]:
+    """The folder of a file and the end of its name from the last dot on."""
+    return path[: path.rfind("/") + 1], path[path.rfind(".") :]
+
+
 def key_of(path: str) -> str:
     """The key of the family that a file belongs to: its path with every number as `N`."""
     return _NUMBER.sub("N", path)
+
+
+def key_in_step(path: str, number: int | None) -> str:
+    """A path with the number of its step as `N`, where the other numbers tell files apart."""
+    return _NUMBER.sub(lambda match: "N" if clamped(match[0]) == number else match[0], path)
 
 
 class _NumberedFile(msgspec.Struct, frozen=True, order=True):
@@ -318,12 +339,12 @@ def grids_of(
     # A single file is one of several only beside others that are.
     if all(family.n_present == 1 for family in families):
         families = ()
-    is_described = MANIFEST in others
+    described = frozenset(others) if MANIFEST in others else indexed_among(others)
     return (
         *named,
         *(
             msgspec.structs.replace(family, sharded=True)
-            if not is_described and _may_be_sharded(family, layout)
+            if family.example not in described and _may_be_sharded(family, layout)
             else family
             for family in families
         ),

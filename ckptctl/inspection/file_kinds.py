@@ -20,7 +20,14 @@ import msgspec
 
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import families_of, key_of
+from ckptctl.formats.families import (
+    INDEX_NAME,
+    families_of,
+    folder_and_suffix,
+    indexed_among,
+    key_in_step,
+    key_of,
+)
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import (
     axes_in,
@@ -154,7 +161,7 @@ def kinds_of_files(step: Step) -> Mapping[str, str]:
         is_random = kind is not None and "rng" in kind.names
         if may_hold_state(path) and path != MANIFEST and not is_random:
             key = key_of(path)
-            kinds.setdefault(path if key in sparse else key, path)
+            kinds.setdefault(key_in_step(path, step.number) if key in sparse else key, path)
     return kinds
 
 
@@ -172,21 +179,12 @@ def unlisted_files(step: Step) -> Mapping[str, int]:
         # Nor is a file whose name states a place in the grid of ranks of its framework.
         and not ((named := rank_file(file.path, step.layout)) and axes_in(named[1]))
     }
-    indexed = {(match["folder"], match["suffix"]) for path in saved if (match := INDEX_NAME(path))}
-    return {path: size for path, size in saved.items() if folder_and_suffix(path) not in indexed}
+    indexed = indexed_among(saved)
+    return {path: size for path, size in saved.items() if path not in indexed}
 
 
 _FILES_OF_PARAMETERS = frozenset({"nanotron", "deepspeed-universal"})
 """Layouts with files for each parameter, which `inspection.rank_files` counts."""
-
-INDEX_NAME = re.compile(r"(?P<folder>(?:.*/)?)[^/]*(?P<suffix>\.[a-z]+)\.index\.json").fullmatch
-"""Matches the path of an index of the files of a model."""
-
-
-def folder_and_suffix(path: str) -> tuple[str, str]:
-    """The folder of a file and the end of its name from the last dot on."""
-    return path[: path.rfind("/") + 1], path[path.rfind(".") :]
-
 
 WordsOfFiles = Mapping[str, tuple[str, int]]
 """The path and the size of a file of each word."""
@@ -300,8 +298,9 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
     It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
     and shapes, or is the metadata of a part: they would begin anew. If other files here have all of
     them, as a network and its twin, or weights and their average, it is `file.fewer`, unless
-    another step before lacks the file too: the run writes it at some steps only. A file without
-    tensors is `file.gone`: a marker may come and go. A file that has another name here is none, nor
+    another step before lacks the file too: the run writes it at some steps only. So are files that
+    several ranks wrote, such as the place of each in the data. A single file without tensors is
+    `file.gone`: a marker may come and go. A file that has another name here is none, nor
     is the output of an evaluation.
 
     Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
@@ -338,8 +337,12 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
             before[kind] = _held_in(same[0], [path])
     dropped = [kind for kind, tensors in before.items() if not are_held(tensors, here)]
     dropped = [*lost_parts, *dropped]
-    twins = [kind for kind, tensors in before.items() if not are_held(tensors, renamed)]
-    twins = [kind for kind in twins if kind not in dropped]
+    of_ranks = {family.key for family in open_families(same[0].step) if family.n_present > 1}
+    twins = [
+        kind
+        for kind, tensors in before.items()
+        if kind not in dropped and (kind in of_ranks or not are_held(tensors, renamed))
+    ]
     if twins and not dropped:
         further = [*steps_before(opened, MAX_BEFORE)][N_BEFORE:]
         twins = [
@@ -350,9 +353,12 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
         why = "a resume from here would reset what is in it (--allow-missing-state accepts that)"
     elif twins:
         code, lost = "file.fewer", twins
-        why = (
-            "other files here have tensors of the same names and shapes, and nothing shows that "
-            "none of its own is lost. A seal, or two steps without the file, prove that"
+        why = "other files here have tensors of the same names and shapes"
+        if lost[0] in of_ranks:
+            why = "several ranks wrote them"
+        why += (
+            ", and nothing shows that none of its own is lost. A seal, or two steps without the "
+            "file, prove that"
         )
     else:
         code, lost = "file.gone", [*gone]
@@ -447,17 +453,38 @@ def _lost_of_ranks(
         }
         if len(alike) < 3 or there >= alike.keys():
             continue
-        tensors, _ = other.tensors_in_files
-        optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
-        with_optimizer = {
-            word
-            for words in then.values()
-            if words.keys() == files.keys()
-            for word, (path, _) in words.items()
-            if path in optimizers
-        }
-        if with_optimizer >= alike.keys():
+        if _with_optimizer(other, then, files.keys()) >= alike.keys():
             yield from (path for word, path in alike.items() if word not in there)
+
+
+def _with_optimizer(
+    opened: OpenStep, by_kind: Mapping[str, WordsOfFiles], words: Collection[str]
+) -> set[str]:
+    """The words of files that hold an optimizer, in any kind with just these words."""
+    tensors, _ = opened.tensors_in_files
+    optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
+    return {
+        word
+        for files in by_kind.values()
+        if files.keys() == words
+        for word, (path, _) in files.items()
+        if path in optimizers
+    }
+
+
+def open_words(opened: OpenStep) -> tuple[str, WordsOfFiles] | None:
+    """A kind of which words tell the files apart that may be those of ranks: see `lost_words`.
+
+    Cost: none without three files of a kind; else the pickles of the step.
+    """
+    here = by_words(opened.step, opened.step)
+    for kind, files in here.items():
+        sizes = [size for _, size in files.values()]
+        if len(files) >= 3 and are_alike(min(sizes), max(sizes)):
+            with suppress(StorageError):
+                if _with_optimizer(opened, here, files.keys()) >= files.keys():
+                    return kind, files
+    return None
 
 
 def _lost_files(

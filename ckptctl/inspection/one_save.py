@@ -124,7 +124,8 @@ def check_one_save(
     beside = [times for times, _ in others]
     if _is_usual(own, beside):
         return [], _by_order(opened, own, beside)
-    is_trained = bool(beside) and is_of_training([*beside, own])
+    # A file from before the step makes it look as if no time had passed since the step before.
+    is_trained = is_of_training(beside if len(beside) > 1 else [*beside, own])
     is_known = is_trained and len(beside) > 1
     apart_s, window_s, is_between = _furthest(own, beside, is_known=is_known)
     is_over = apart_s > window_s

@@ -34,7 +34,7 @@ from ckptctl.formats.archive.directory import (
 from ckptctl.formats.archive.safetensors import PREFIX, SUFFIX, TORCH_NAMES, parse_header
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.parts import may_be_archive
+from ckptctl.formats.frameworks.parts import is_archive, may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
     Leaf,
     StateKind,
@@ -98,9 +98,9 @@ def read_sidecars(
     `folder` is where they are in the store.
 
     Of files that exist once per rank only the first is read: the others differ in
-    values, not in kinds. Of these, and of large files, both ends are inspected, which
-    shows one that was cut short. Cost: at most `MAX_SIDECARS` reads, and two small ones
-    for each of the other files, of which `MAX_ENDS` are inspected.
+    values, not in kinds. Of these, of large files and of those of `torch.save` under other names,
+    both ends are inspected, which shows one that was cut short. Cost: at most `MAX_SIDECARS`
+    reads, and two small ones for each of the other files, of which `MAX_ENDS` are inspected.
     """
     held = [
         f for f in sidecars if f.kind == "file" and f.size and kind_of_file(step.layout, f.path)
@@ -120,7 +120,14 @@ def read_sidecars(
         yield Sidecar(file.path, value_in_archive(store, inside(folder, file.path), file.size))
     if step.has_rank_files:
         return  # their damage is what the checks of records report
-    others = [file for file in held if file not in read and not file.path.endswith(".json")]
+    known = {*held}
+    others = [
+        file
+        for file in sidecars
+        if file not in read
+        and (file in known or (file.kind == "file" and file.size and is_archive(file.path)))
+        and not file.path.endswith(".json")
+    ]
     for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
         yield Sidecar(path, finding=_damaged(path, why, step.url))
 
@@ -310,13 +317,18 @@ def _numbers(
 
 
 def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:
-    """The files that begin as `torch.save` writes them and do not end so, and why."""
+    """The files that begin as `torch.save` writes them and do not end so, and why.
+
+    No format begins with zeros: those are blocks that were never written.
+    """
     spans = []
     for file in files:
         path, n_tail = inside(folder, file.path), min(file.size, _TAIL)
         spans += [Span(path, 0, min(file.size, 2)), Span(path, file.size - n_tail, n_tail)]
     ends = iter(store.read_spans(spans))
     for file, (_, head), (_, tail) in zip(files, ends, ends, strict=True):
+        if head == bytes(2):
+            yield file.path, "it begins with zeros"
         if head != b"PK":
             continue
         try:
@@ -406,7 +418,7 @@ def _damaged(path: str, why: str, url: str) -> Finding:
     return Finding(
         "file.unreadable",
         path,
-        f"{path} holds train state and is damaged: {why}",
+        f"{path} is damaged: {why}",
         next_command=command_line("show", url),
     )
 

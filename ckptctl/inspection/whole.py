@@ -37,9 +37,12 @@ from ckptctl.inspection.file_kinds import (
     lost_first,
     lost_index,
     lost_words,
+    open_families,
+    open_words,
 )
+from ckptctl.inspection.identity import path_then
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
-from ckptctl.inspection.rank_files import check_manifest, manifest_of, several_worlds
+from ckptctl.inspection.rank_files import check_manifest, manifest_of, ranks_in, several_worlds
 from ckptctl.inspection.shape import empty_file, missing_file
 from ckptctl.inspection.sidecars import (
     TensorSizes,
@@ -181,6 +184,7 @@ def _check_families(
 ) -> Wholeness:
     """What is known of the families of files that no manifest lists."""
     opened = compared.opened
+    families = (*families, *_left_of_lines(compared, families))
     lost = (
         _emptied(compared, families)
         or lost_first(opened)
@@ -190,8 +194,10 @@ def _check_families(
     if lost is not None:
         return Wholeness((lost,))
     if not families:
-        return Wholeness(by=_known_or_beside(compared))
-    mixed = _mixed(opened.step, families)
+        by = _known_or_beside(compared)
+        words = None if by else _only_words(opened, saved_world_size)
+        return Wholeness(by=by) if words is None else Wholeness((words,))
+    mixed = _mixed(opened.step, families) or _resized_in_part(compared, families)
     if mixed is not None:
         return Wholeness((mixed,))
     numbered = [family for family in families if family.is_numbered]
@@ -276,6 +282,25 @@ def _known_or_beside(compared: ComparedStep) -> str:
     return "one file" if is_only and len(kinds) == 1 else ""
 
 
+def _only_words(opened: OpenStep, saved_world_size: int | None) -> Finding | None:
+    """The finding for files of ranks that words tell apart, in the only step of a root."""
+    if next(steps_beside(opened, 1), None) is not None:
+        return None
+    words = open_words(opened)
+    if words is None or len(words[1]) == saved_world_size:
+        return None
+    kind, files = words
+    return Finding(
+        "format.unlisted",
+        min(path for path, _ in files.values()),
+        f"{counted(len(files), 'file')} {kind}: each holds an optimizer, as those of ranks do, "
+        "nothing states how many ranks wrote them, and no other step confirms it. "
+        "--saved-world-size N, a seal, or another step with the same files proves that none is "
+        "missing",
+        next_command=command_line("explain", "format.unlisted"),
+    )
+
+
 def _has_more_kinds(other: OpenStep, kinds: Collection[str]) -> bool:
     """Whether a step has a kind of file that is not among `kinds`, and that no evaluation wrote."""
     return any(
@@ -304,6 +329,74 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
     return several_worlds(step, several[0].example, several[0].key, sizes_of_key)
 
 
+def _resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
+    """The finding for a save by other ranks over a step of which files of the first are left.
+
+    Two files of a kind were as large as each other in the nearest step. One still is, the other is
+    not, and most of its tensors have another shape or are new. Together the files hold more of the
+    optimizer than then: parts of it are there twice. In a save by other ranks alone all change.
+
+    Cost: the listing of the nearest step; where sizes of files show this, the pickles of both.
+    """
+    opened, keys = compared.opened, {family.key for family in families if family.n_present > 1}
+    for other in steps_beside(opened, 1) if keys else ():
+        pairs = _resized_beside(opened, other, keys)
+        held = [family for family in families if family.key in pairs]
+        now, then = (_elements_by_key(one, held, ("optimizer",)) for one in (opened, other))
+        for key in sorted(now.keys() & then.keys()):
+            path, same = pairs[key]
+            if now[key] > SIMILAR * then[key] and _is_of_other_parts(opened, path, other):
+                return Finding(
+                    "state.mixed",
+                    path,
+                    f"{path} holds other parts of the tensors than in {other.name}, and {same} "
+                    "those that it held there: files of two saves, by different numbers of ranks, "
+                    "lie in one folder",
+                    next_command=command_line("show", opened.url),
+                )
+    return None
+
+
+def _resized_beside(
+    opened: OpenStep, other: OpenStep, keys: Collection[str]
+) -> Mapping[str, tuple[str, str]]:
+    """By key a file of another size than in another step, and one that was as large and still is."""
+    sizes = {file.path: file.size for file in other.files}
+    files: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    for file in opened.files:
+        key = key_of(file.path)
+        if file.kind == "file" and key in keys:
+            then = sizes.get(path_then(opened, other, file.path, other.step.number or 0))
+            if then:
+                files[key].append((file.path, file.size, then))
+    pairs: dict[str, tuple[str, str]] = {}
+    for key, of_key in files.items():
+        resized = next((one for one in of_key if not are_alike(one[1], one[2])), None)
+        if resized is not None:
+            same = (p for p, now, then in of_key if are_alike(now, then))
+            alike = {p for p, _, then in of_key if are_alike(then, resized[2])}
+            path = next((p for p in same if p in alike), None)
+            if path is not None:
+                pairs[key] = (resized[0], path)
+    return pairs
+
+
+def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep) -> bool:
+    """Whether most tensors of a file are new or have another shape than in another step."""
+    path_before = path_then(opened, other, path, other.step.number or 0)
+    with suppress(StorageError):
+        now, then = (
+            {
+                ".".join(map(str, leaf.path)): leaf.local or leaf.shape
+                for leaf in leaves
+                if leaf.shape
+            }
+            for leaves in (leaves_at(opened, path), leaves_at(other, path_before))
+        )
+        return 2 * sum(then.get(fqn) != shape for fqn, shape in now.items()) >= len(now) > 0
+    return False
+
+
 def _emptied(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
     """The finding for a file without a byte that has some in the nearest step; None without one.
 
@@ -318,6 +411,23 @@ def _emptied(compared: ComparedStep, families: Sequence[Family]) -> Finding | No
         numbers = (opened.step.number or 0, other.step.number or 0)
         empty = [path for path in empty if layouts.path_in_step(path, *numbers) in held]
     return empty_file(opened.step, empty[0]) if empty else None
+
+
+def _left_of_lines(compared: ComparedStep, families: Sequence[Family]) -> Iterator[Family]:
+    """The families of which one file is left, that of a rank which is not the first.
+
+    By its name alone it is no rank's; the step beside has several, and one of that rank. Cost: none
+    without such a name; else the listing of the nearest step.
+    """
+    step, keys = compared.opened.step, {family.key for family in families}
+    single = {key: path for key, path in kinds_of_files(step).items() if key != path}
+    for other in steps_beside(compared.opened, 1) if single.keys() - keys else ():
+        for held in compared.families(other.step):
+            path = single.get(held.key) if held.key not in keys else None
+            if path is not None and held.is_line and held.n_present > 1:
+                family = held.with_only(path)
+                if family.members <= held.members:
+                    yield family
 
 
 def _left_of_numbered(compared: ComparedStep, sparse: Sequence[Family]) -> Iterator[Gap]:
@@ -477,6 +587,8 @@ def _counted_as_beside(
     held = _in_steps(family, beside)
     if any(other.has_zero for other in held):
         return family.from_base(0)
+    if family.is_line and any(other.values[0][:1] == (1,) for other in held):
+        return family.from_base(1)
     is_last = not held and family.is_line and family.values[0][-1] == saved_world_size
     is_from_one = is_last or any(other.base == 1 for other in held)
     return family.from_base(1) if is_from_one and not family.names_rank else family
@@ -576,6 +688,7 @@ def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> I
     compared, layout = ComparedStep(opened), opened.step.layout
     named = named_families(part.files, layout)
     uncounted = [family for family in named.values() if not family.stated]
+    others = [family for family in open_families(opened.step) if family.is_line]
     if not uncounted or any(family.lost for family in part.grids):
         return
     neighbours = opened.neighbours
@@ -584,9 +697,12 @@ def check_uncounted(opened: OpenStep, part: Part, *, reads_only_step: bool) -> I
     for older in steps_before(compared.opened, MAX_BEFORE):
         is_only = False
         files = [file for other in older.step.parts for file in other.files]
-        other = _Beside(older, named_families(files, layout), is_newer=False)
+        held = {family.key: family for family in open_families(older.step)}
+        other = _Beside(older, {**held, **named_families(files, layout)}, is_newer=False)
         with suppress(StorageError):
-            lost = [*_lost_since(opened, uncounted, other)]
+            # The tensors in the files of other kinds may show that fewer ranks wrote all of them.
+            found = _lost_since(opened, [*uncounted, *others], other)
+            lost = [(gap, is_smaller) for gap, is_smaller in found if gap.family in uncounted]
             for gap, is_smaller in lost:
                 # Files of fewer ranks, as of model parallelism alone, do not count all of them.
                 of_all = [family for family in named.values() if family.n_files >= gap.n_files]
@@ -721,17 +837,72 @@ def _by_content(
             held = other.families.get(largest.key)
             n_files = held.n_files if held is not None else largest.n_files + 1
             return _result(opened.step, [Gap(largest, n_files, why)], "")
-    stated = _ranks_inside(opened, families)
+    for other in beside if not parts else ():
+        if _is_redistributed(opened, families, other):
+            by = f"as many weights and moments in the files of each kind as in {other.name}"
+            return Wholeness(by=by)
+    stated, why = _ranks_inside(opened, families), "a file states that {:,} ranks wrote the step"
+    if stated is None:
+        stated, why = _ranks_of_shards(opened, families, beside), "{:,} ranks left shards"
     if stated is not None and stated < largest.n_files:
         return Wholeness((_unlisted(families, beside),))
     if stated is not None:
-        why = f"a file states that {stated:,} ranks wrote the step"
+        why = why.format(stated)
         gaps = [*_fewer_than_ranks(families, stated, beside)]
         return _result(opened.step, gaps, why)
     alike = _as_many_copies(compared, families)
     if alike is not None:
         return Wholeness(by=f"files that are copies of each other, as many as in {alike.name}")
     return Wholeness((_unlisted(families, beside),))
+
+
+def _is_redistributed(opened: OpenStep, families: Sequence[Family], other: _Beside) -> bool:
+    """Whether the files of each kind together hold as many weights and moments as in another step.
+
+    So do those of other ranks: of a pipeline, each holds other tensors then. A rank without its
+    file would lack its own. Kinds without tensors must have as many files as one that has them.
+    Cost: the pickle of each file, which are known by then.
+    """
+    now = _elements_by_key(opened, families)
+    then = _elements_by_key(other.opened, other.families.values())
+    n_files = {family.n_files for family in families if family.key in now}
+    return bool(now) and now == then and all(family.n_files in n_files for family in families)
+
+
+def _elements_by_key(
+    opened: OpenStep, families: Iterable[Family], kinds: Sequence[str] = ("model", "optimizer")
+) -> Mapping[str, int]:
+    """The elements of tensors of `kinds` in the files of each family; none where one is unread."""
+    keys, layout = {family.key for family in families}, opened.step.layout
+    elements: dict[str, int] = defaultdict(int)
+    with suppress(StorageError):
+        tensors, unlisted = opened.tensors_in_files
+        for tensor in () if unlisted else tensors:
+            key = kind_key(tensor.file, layout)
+            # Each rank has the counts and random states of its own.
+            if prod(tensor.shape) > 1 and key in keys and tensor.kind in kinds:
+                elements[key] += prod(tensor.shape)
+    return elements
+
+
+def _ranks_of_shards(
+    opened: OpenStep, families: Sequence[Family], beside: Iterable[_Beside]
+) -> int | None:
+    """How many ranks left shards of DCP; None unless as many wrote each family in a step beside.
+
+    A rank without a tensor of its own leaves no shard.
+    """
+    now = _n_with_shards(opened.step)
+    for other in beside:
+        then = _n_with_shards(other.opened.step)
+        held = [other.families.get(family.key) for family in families]
+        if now and then and all(one is not None and one.n_files == then for one in held):
+            return now
+    return None
+
+
+def _n_with_shards(step: Step) -> int:
+    return max((len(ranks_in(part)) for part in step.parts if part.format in SHARDED), default=0)
 
 
 def _ranks_inside(opened: OpenStep, families: Sequence[Family]) -> int | None:
@@ -845,7 +1016,7 @@ def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
     before = next((other for other in beside if largest.key in other.families), None)
     n_files, code = counted(largest.n_files, "file"), "format.unlisted"
     if before is not None:
-        n_before = before.families[largest.key].n_files
+        n_before = before.families[largest.key].from_base(largest.base).n_files
         code = "file.fewer" if n_before > largest.n_files else code
         why = (
             f"{before.name} has {n_before:,}, and nothing in this step states how many ranks "

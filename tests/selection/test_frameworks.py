@@ -168,6 +168,26 @@ def test_the_train_state_of_a_later_rank_that_was_cut_short_is_damage_too(
     assert ckptctl.pick(str(root), grace_s=0).step == 20
 
 
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: bytes(len(data))])
+def test_a_file_beside_the_shards_that_was_cut_short_is_damage_whatever_it_is_called(
+    framework_roots, copy_of, damage
+):
+    root = copy_of(framework_roots / "kempnerforge" / ROOTS["kempnerforge"])
+    data = (root / "step_30" / "train_state.pt").read_bytes()
+    for number in (10, 20, 30):
+        for rank in (0, 1, 2):
+            path = root / f"step_{number}" / f"peer_{rank}" / "outer.pt"
+            path.parent.mkdir()
+            path.write_bytes(data)
+    assert ckptctl.pick(str(root), grace_s=0).step == 30
+    (root / "step_30/peer_1/outer.pt").write_bytes(damage(data))
+    report = ckptctl.verify(f"{root}@30", grace_s=0)
+    assert [(f.code, f.where) for f in report.with_severity(Severity.FAULT)] == [
+        ("file.unreadable", "peer_1/outer.pt")
+    ]
+    assert ckptctl.pick(str(root), grace_s=0).step == 20
+
+
 @pytest.mark.parametrize(
     ("name", "file", "code", "exit_code"),
     [

@@ -159,6 +159,15 @@ def test_a_shard_from_before_the_previous_save_is_of_another_save(tmp_path):
     assert codes(ckptctl.verify(f"{tmp_path}@40")) == ["step.two-saves"]
 
 
+def test_a_file_of_the_step_before_is_seen_in_the_third_step_of_a_run(tmp_path):
+    """Its time leaves no training between the two saves: the other steps show that there was."""
+    train(tmp_path, of_ranks, interval_s=30 * MINUTE_S)
+    shutil.rmtree(tmp_path / "step_40")
+    later(tmp_path / "step_30" / "model_1.pt", -30 * MINUTE_S)
+    assert codes(ckptctl.verify(f"{tmp_path}@30")) == ["step.two-saves"]
+    assert ckptctl.pick(str(tmp_path)).step == 20
+
+
 def test_a_sealed_file_that_was_written_again_is_of_another_save(tmp_path):
     train(tmp_path, sharded, interval_s=30 * MINUTE_S)
     assert ckptctl.seal(f"{tmp_path}@40").exit_code == 0

@@ -319,6 +319,24 @@ def test_a_file_that_the_index_or_the_names_of_others_count_is_missed(tmp_path, 
     assert (report.exit_code, faults(report)) == (20, {"shard.missing"})
 
 
+def test_a_model_in_several_files_with_an_index_loads_on_any_number_of_ranks(tmp_path):
+    from safetensors.torch import save_file
+
+    step = tmp_path / "checkpoint-30"
+    save(step / "optimizer.pt", state(30)["optimizer"])
+    (step / "trainer_state.json").write_text(json.dumps({"global_step": 30}))
+    index = {}
+    for number in (1, 2, 3):
+        name = f"model-0000{number}-of-00003.safetensors"
+        save_file({f"w.{number}": torch.ones(50, 50)}, step / name)
+        index[f"w.{number}"] = name
+    (step / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for world_size in (3, 8):
+        report = ckptctl.verify(str(step), world_size=world_size)
+        assert (report.exit_code, faults(report)) == (0, set())
+    assert "world-size.bound" not in {f.code for f in ckptctl.verify(str(step)).findings}
+
+
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 3)])
 def test_a_step_of_the_trainer_on_another_number_of_ranks_lacks_nothing(tmp_path, ranks):
     for step, n_ranks in zip((10, 20), ranks, strict=True):

@@ -1,6 +1,8 @@
 """Whether all files of a step are there, under whatever names: families of files."""
 
 import json
+import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -81,12 +83,14 @@ def names_of(scheme: tuple[str, str], ranks: int) -> dict[tuple[str, int], str]:
     }
 
 
-def save_step(folder: Path, scheme: tuple[str, str], ranks: int = 4, number: int = 0) -> None:
-    """A step whose weights, 8 by 2, are split over the ranks."""
+def save_step(
+    folder: Path, scheme: tuple[str, str], ranks: int = 4, number: int = 0, n_rows: int = 8
+) -> None:
+    """A step whose weights, `n_rows` by 2, are split over the ranks."""
     for (kind, rank), name in names_of(scheme, ranks).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = torch.full((8 // ranks, 2), float(number + rank))
+        rows = torch.full((n_rows // ranks, 2), float(number + rank))
         if name.endswith(".safetensors"):
             save_file({"w": rows}, path)
         elif kind == "model":
@@ -563,6 +567,55 @@ def test_names_of_a_step_before_that_nobody_could_read_are_no_loss(tmp_path):
 HOSTS = ("node17", "node923", "node441")
 
 
+@pytest.mark.parametrize("n_files", [1, 2])
+def test_the_ranks_of_an_only_step_are_unknown_where_words_tell_them_apart(tmp_path, n_files):
+    save_step(tmp_path / "numbered", ("m{r}.pt", "o{r}.pt"), 4, 10)
+    names = ("m", "o")
+    for rank, word in enumerate(("alpha", "bravo", "carol", "delta")):
+        files = [tmp_path / "numbered" / f"{kind}{rank}.pt" for kind in names]
+        path = tmp_path / "run" / "step-10" / word / "state.pt"
+        path.parent.mkdir(parents=True)
+        if n_files == 1:
+            torch.save({k: v for file in files for k, v in torch.load(file).items()}, path)
+        for name, file in zip(names if n_files == 2 else (), files, strict=False):
+            file.rename(path.with_name(f"{name}.pt"))
+    step = tmp_path / "run" / "step-10"
+    report = ckptctl.verify(str(step))
+    assert (report.exit_code, [*faults(report)]) == (22, ["format.unlisted"])
+    assert ckptctl.verify(str(step), saved_world_size=4).exit_code == 0
+    shutil.copytree(step, tmp_path / "run" / "step-20")
+    assert ckptctl.verify(str(step)).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["rank{}.data.pt", "host-a.rank{}.data.pt", "pos_{}.pkl"])
+def test_files_of_ranks_without_tensors_are_no_marker_that_comes_and_goes(tmp_path, kind):
+    for number in (10, 20, 30):
+        save_kinds(tmp_path / f"step_{number}", number)
+        for rank in range(4):
+            path = tmp_path / f"step_{number}" / kind.format(rank)
+            path.parent.mkdir(exist_ok=True)
+            torch.save({"shard": rank, "place": number}, path)
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    for rank in range(4):
+        (tmp_path / "step_30" / kind.format(rank)).unlink()
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (22, ["file.fewer"])
+
+
+@pytest.mark.parametrize("lost", ["model{:06}.pt", "ema_0.9999_{:06}.pt", "ema_0.999_{:06}.pt"])
+def test_averages_whose_decay_is_in_their_names_are_missed(tmp_path, lost):
+    for number in (10, 20, 30):
+        save_kinds(tmp_path / f"step_{number}", number)
+        for name in ("model{:06}.pt", "ema_0.9999_{:06}.pt", "ema_0.999_{:06}.pt"):
+            named(tmp_path / f"step_{number}", name.format(number), WEIGHTS)
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    (tmp_path / "step_30" / lost.format(30)).unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+    (tmp_path / "step_30" / "ema_0.9999_000030.pt").unlink(missing_ok=True)
+    (tmp_path / "step_30" / "ema_0.999_000030.pt").unlink(missing_ok=True)
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
 @pytest.mark.parametrize("n_steps", [2, 3])
 @pytest.mark.parametrize("words", ["abcd", HOSTS])
 def test_a_lost_file_of_one_kind_is_missed_where_each_holds_an_optimizer(tmp_path, words, n_steps):
@@ -692,6 +745,114 @@ def test_two_copies_of_one_half_of_a_tensor_are_not_its_whole(tmp_path):
     for rank in (2, 3):
         (tmp_path / "step-20" / f"state_{rank}.pt").unlink()
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 10
+
+
+@pytest.mark.parametrize("ranks", [(4, 4, 2), (2, 2, 4), (4, 2, 4)])
+def test_ranks_that_count_from_one_do_so_on_another_number_of_ranks(tmp_path, ranks):
+    scheme = ("rank_{r1}.pt", "rank_{r1}.opt.pt")
+    for number, n_ranks in zip((10, 20, 30), ranks, strict=True):
+        save_step(tmp_path / f"step-{number}", scheme, n_ranks, number)
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    for name in ("rank_1.pt", "rank_1.opt.pt"):
+        (tmp_path / "step-30" / name).unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+def save_pipeline(step: Path, number: int, stages: int) -> None:
+    """A pipeline of 8 layers, each of which one stage holds with its moments."""
+    step.mkdir()
+    for stage in range(stages):
+        layers = [layer for layer in range(8) if layer * stages // 8 == stage]
+        model = {f"layers.{layer}.w": torch.full((4, 4), float(number)) for layer in layers}
+        moments = {n: {"exp_avg": torch.ones(4, 4), "step": number} for n, _ in enumerate(layers)}
+        groups = [{"lr": 0.1, "params": [*moments]}]
+        torch.save(model, step / f"stage{stage}.model.pt")
+        torch.save({"state": moments, "param_groups": groups}, step / f"stage{stage}.optim.pt")
+        torch.save({"last_epoch": number, "base_lrs": [0.1]}, step / f"stage{stage}.sched.pt")
+
+
+@pytest.mark.parametrize("stages", [(4, 4, 2), (2, 2, 4), (4, 2, 4)])
+def test_a_pipeline_of_other_stages_is_whole_where_it_holds_as_much(tmp_path, stages):
+    for number, n_stages in zip((10, 20, 30), stages, strict=True):
+        save_pipeline(tmp_path / f"step-{number}", number, n_stages)
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    for path in (tmp_path / "step-30").glob(f"stage{stages[-1] - 1}.*"):
+        path.unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+def save_with_loaders(step: Path, number: int, ranks: int) -> None:
+    """Shards of DCP and the place in the data, each of `ranks`."""
+    dcp = torch.distributed.checkpoint
+    state = {f"w{rank}": torch.full((8, 8), float(number)) for rank in range(ranks)}
+    writer = dcp.FileSystemWriter(step, thread_count=ranks)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        name = re.sub("__0_([0-9]+)", r"__\1_0", place.relative_path)
+        if (step / place.relative_path).exists():
+            (step / place.relative_path).rename(step / name)
+        object.__setattr__(place, "relative_path", name)
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    (step / "dataloader").mkdir()
+    for rank in range(ranks):
+        torch.save({"_num_yielded": number + rank}, step / "dataloader" / f"_{rank}.pt")
+
+
+@pytest.mark.parametrize("ranks", [(4, 4, 2), (2, 2, 4), (4, 2, 4)])
+def test_as_many_files_of_ranks_as_shards_are_whole_on_another_number_of_ranks(tmp_path, ranks):
+    for number, n_ranks in zip((10, 20, 30), ranks, strict=True):
+        save_with_loaders(tmp_path / f"step-{number}", number, n_ranks)
+    report = ckptctl.verify(f"{tmp_path}@30")
+    assert (report.exit_code, [*faults(report)]) == (0, [])
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    (tmp_path / "step-30" / "dataloader" / f"_{ranks[-1] - 1}.pt").unlink()
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (20, ["file.missing"])
+
+
+def test_the_optimizers_of_fewer_ranks_show_that_no_random_state_is_missing(tmp_path):
+    for number, ranks in ((10, 4), (20, 4), (30, 2)):
+        step = tmp_path / f"checkpoint-{number}"
+        save_step(step, ("m{r}.pt", "optimizer_rank{r}.pt"), ranks, number)
+        for rank in range(4):
+            (step / f"m{rank}.pt").unlink(missing_ok=True)
+            if rank < ranks:
+                torch.save({"cpu": torch.get_rng_state()}, step / f"rng_state_{rank}.pth")
+        save_file({"w": torch.ones(8, 2)}, step / "model.safetensors")
+        (step / "trainer_state.json").write_text(json.dumps({"global_step": number}))
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    (tmp_path / "checkpoint-30" / "rng_state_1.pth").unlink()
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+@pytest.mark.parametrize("ranks", [(4, 2), (2, 4)])
+@pytest.mark.parametrize("left", [0, 1])
+def test_files_of_another_number_of_ranks_in_a_step_are_of_two_saves(tmp_path, ranks, left):
+    """As after a job that went on with other ranks was killed while it saved a step again."""
+    scheme = ("net.{r}.pt", "adam.{r}.pt")
+    for number in (10, 20, 30):
+        save_step(tmp_path / f"step-{number}", scheme, ranks[0], number, n_rows=4000)
+    save_step(tmp_path / "again", scheme, ranks[1], 30, n_rows=4000)
+    kept = max(ranks) - 1 if ranks[0] == 4 else left
+    for path in (tmp_path / "again").iterdir():
+        if f".{kept}." not in path.name:
+            shutil.copy(path, tmp_path / "step-30")
+    shutil.rmtree(tmp_path / "again")
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (21, ["state.mixed"])
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+    save_step(tmp_path / "step-40", scheme, ranks[0], 40, n_rows=4000)
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 40
+
+
+def test_parts_of_a_replay_buffer_that_fill_one_after_the_other_are_of_one_save(tmp_path):
+    for number, rows in ((10, 500), (20, 500), (30, 900)):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        for part, n_rows in enumerate((500, rows)):
+            torch.save({"observations": torch.ones(n_rows, 8)}, step / f"buffer_{part}.pt")
+    assert ckptctl.pick(str(tmp_path)).step == 30
 
 
 SHARDS_OF_RANKS = """
