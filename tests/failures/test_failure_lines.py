@@ -254,3 +254,77 @@ OF_OTHER_SYSTEMS = {
 @pytest.mark.parametrize(("text", "failure"), OF_OTHER_SYSTEMS.items())
 def test_collectives_and_limits_of_other_systems_are_told_apart(text, failure, tmp_path):
     assert said(tmp_path, text) == failure
+
+
+TASK_FAILED = "srun: error: n097: task 5: Exited with exit code 255\n"
+STEP_ENDED = "slurmstepd: error: *** STEP 403.0 ON n096 CANCELLED AT 2026-11-20T17:52:24 ***\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [(TASK_FAILED + STEP_ENDED, "unknown"), (STEP_ENDED + TASK_FAILED, "user")],
+)
+def test_a_step_that_srun_cancels_behind_a_failed_task_was_not_cancelled_by_hand(
+    text, failure, tmp_path
+):
+    log = tmp_path / "job.log"
+    log.write_text(text)
+    assert ckptctl.classify(str(log)).failure == failure
+
+
+def test_a_batch_script_that_cannot_be_started_drains_no_node(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "slurmstepd: error: execve(): /spool/job81/slurm_script: No such file or directory"
+    )
+    found = ckptctl.classify(str(log))
+    assert (found.action.value, found.confidence) == ("investigate", "low")
+
+
+def test_a_configuration_that_is_not_json_does_not_accuse_the_data(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "/opt/lib/python3.11/site-packages/accelerate/deepspeed.py", line 68, in load\n'
+        "    config = json.load(file)\n"
+        '  File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode\n'
+        "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n"
+    )
+    found = ckptctl.classify(str(log))
+    assert (found.action.value, found.confidence, found.restart.value) == (
+        "investigate",
+        "low",
+        "once",
+    )
+
+
+def test_words_of_argparse_do_not_make_its_error_harmless(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text("train.py: error: argument --fp8: ignored explicit argument 'true'\n")
+    assert ckptctl.classify(str(log)).failure == "job-config"
+
+
+def test_an_import_while_python_ends_is_no_configuration(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text("ImportError: sys.meta_path is None, Python is likely shutting down\n")
+    assert ckptctl.classify(str(log)).failure == "unknown"
+
+
+def test_a_closed_terminal_counts_where_the_handler_of_a_log_met_the_signal(tmp_path):
+    log = tmp_path / "job.log"
+    error = (
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 161 got signal: "
+    )
+    log.write_text(
+        "--- Logging error ---\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/torch/distributed/elastic/multiprocessing/api.py", line 85, in handler\n'
+        "    raise SignalException(sigval)\n"
+        f"{error}1\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/torch/distributed/elastic/multiprocessing/api.py", line 85, in handler\n'
+        "    raise SignalException(sigval)\n"
+        f"{error}15\n"
+    )
+    assert ckptctl.classify(str(log)).failure == "user"
