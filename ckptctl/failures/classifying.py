@@ -277,7 +277,7 @@ def _confidence(
     level = {Role.CAUSE: 2, Role.ROOT: 1}.get(decisive.role, 0)
     if decisive.failure == "unknown":
         return "low"
-    if decisive.rule.startswith("recorder."):
+    if decisive.rule.startswith(("recorder.", "gpu.ecc")):
         level = 1
     if any(each.role is Role.CAUSE for each in agreeing):
         level += 1

@@ -72,6 +72,7 @@ _ADVICE = re.compile(
     r"^\W*(?:tip|hint|note|help|example|docs?|see(?: also)?|advice|faq|reminder|"
     r"try|consider|compile with|set|pass|use|please (?:see|refer|check)|"
     r"for (?:debugging|more)|for more information)\b"
+    r"|\b(?:how (?:do|can|should)|why (?:do|does|did|is|am)|what (?:is|does|causes?)) "
     r"|\b(?:\w*Warning: )|might be asynchronously reported|\bdocumentation\b|\bhttps?://\S+#"
     r"|\b(?:previous|last|earlier|prior) (?:failure|error|attempt|run|exit|crash|job|incarnation)\b"
     r"|^\W*\[?(?:expected|simulated|injected|dry[- ]run|self[- ]?test)\b",

@@ -328,3 +328,49 @@ def test_a_closed_terminal_counts_where_the_handler_of_a_log_met_the_signal(tmp_
         f"{error}15\n"
     )
     assert ckptctl.classify(str(log)).failure == "user"
+
+
+TRIED = (
+    "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 "
+    "(errno: 99 - Cannot assign requested address)."
+)
+REPLACED = (
+    "slurmstepd: error: couldn't chdir to `/home/u': No such file or directory: going to /tmp"
+)
+
+
+@pytest.mark.parametrize("before", [TRIED, REPLACED])
+def test_a_warning_of_the_start_hides_no_error(before, tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        f"{before}\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/app/train.py", line 80, in main\n'
+        "    loss.backward()\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    assert ckptctl.classify(str(log)).failure == "job-oom"
+
+
+def test_a_program_that_reports_a_memory_error_of_a_gpu_is_no_driver(tmp_path):
+    log = tmp_path / "job.log"
+    error = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    log.write_text(error + "\n")
+    assert (ckptctl.classify(str(log)).failure, ckptctl.classify(str(log)).confidence) == (
+        "infra-node",
+        "medium",
+    )
+    log.write_text(f"sample 3: How do I fix {error}?\n")
+    assert ckptctl.classify(str(log)).failure == "unknown"
+
+
+def test_torch_writes_the_month_without_a_zero(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "[rank4]:[E602 11:18:52.536602063 ProcessGroupNCCL.cpp:1896] [PG ID 1 Rank 4] Watchdog "
+        "caught collective operation timeout: WorkNCCL(SeqNum=158, OpType=ALLREDUCE) ran for 600004 "
+        "milliseconds before timing out.\n"
+    )
+    (evidence,) = ckptctl.classify(str(log)).evidence
+    assert evidence.at_s is not None
+    assert evidence.text.startswith("[PG ID 1 Rank 4]")
