@@ -156,6 +156,14 @@ def _decisive(
         return _first_root(roots, first_failed)
     suspects = [each for each in alive if each.role is Role.SUSPECT]
     suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
+    # srun cancels a step because a task failed.
+    exits = [each for each in alive if each.rule == "slurm.task-exit"]
+    suspects = [
+        suspect
+        for suspect in suspects
+        if suspect.rule != "slurm.step-cancelled"
+        or not any(each.file == suspect.file and each.line < suspect.line for each in exits)
+    ]
     # A rank that SIGKILL ended ends the others with SIGTERM; a preemption begins with SIGTERM.
     killed = _first(each for each in suspects if each.rule in _SIGKILL)
     if killed is not None:
@@ -269,7 +277,7 @@ def _confidence(
     level = {Role.CAUSE: 2, Role.ROOT: 1}.get(decisive.role, 0)
     if decisive.failure == "unknown":
         return "low"
-    if decisive.rule.startswith("recorder."):
+    if decisive.rule.startswith(("recorder.", "gpu.ecc")):
         level = 1
     if any(each.role is Role.CAUSE for each in agreeing):
         level += 1

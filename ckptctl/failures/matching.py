@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,7 +22,15 @@ from ckptctl.errors import Unknown, guarded
 from ckptctl.failures.rank_dumps import StackReader, in_library
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
-from ckptctl.failures.scope import LogSpan, job_of_log, jobs_in, short_hosts
+from ckptctl.failures.scope import (
+    JobEnd,
+    LogSpan,
+    is_of_next_attempt,
+    job_end_in,
+    job_of_log,
+    jobs_in,
+    short_hosts,
+)
 from ckptctl.logs.log_lines import (
     ERROR,
     FRAME,
@@ -64,6 +72,7 @@ _ADVICE = re.compile(
     r"^\W*(?:tip|hint|note|help|example|docs?|see(?: also)?|advice|faq|reminder|"
     r"try|consider|compile with|set|pass|use|please (?:see|refer|check)|"
     r"for (?:debugging|more)|for more information)\b"
+    r"|\b(?:how (?:do|can|should)|why (?:do|does|did|is|am)|what (?:is|does|causes?)) "
     r"|\b(?:\w*Warning: )|might be asynchronously reported|\bdocumentation\b|\bhttps?://\S+#"
     r"|\b(?:previous|last|earlier|prior) (?:failure|error|attempt|run|exit|crash|job|incarnation)\b"
     r"|^\W*\[?(?:expected|simulated|injected|dry[- ]run|self[- ]?test)\b",
@@ -146,9 +155,10 @@ class FailureLogReader:
     """Reads one log, block by block.
 
     `n_lines` counts the lines that were classified, `n_progress` those of training progress.
-    `hosts` are the nodes of ranks, as far as the log shows them. After the deadline no further
-    line is matched. `unread` names the lines and rules in which ckptctl itself failed: the others
-    count all the same.
+    `hosts` are the nodes of ranks, as far as the log shows them. `n_ended` counts the attempts
+    that the scheduler ended before another one wrote to the log; `earlier` states what is set
+    aside of them. After the deadline no further line is matched. `unread` names the lines and rules
+    in which ckptctl itself failed: the others count all the same.
     """
 
     def __init__(self, name: str, deadline: Deadline | None = None) -> None:
@@ -160,6 +170,9 @@ class FailureLogReader:
         self.first_failed: tuple[str | None, int | None] | None = None
         self.first_failed_s: float | None = None
         self.hosts: dict[int, str] = {}
+        self.n_ended = 0
+        self.earlier: list[str] = []
+        self._job_end: JobEnd | None = None
         self._n_ranks = 0
         self._step = -1
         self._clocked = ""
@@ -296,8 +309,19 @@ class FailureLogReader:
             found = self._weighed(number, each, sorted(asked or ()))
             if found is not None:
                 leads = found.role in (Role.ROOT, Role.SUSPECT)
-                evidence.append(replace(found, role=Role.NOTE) if noted and leads else found)
+                found = replace(found, role=Role.NOTE) if noted and leads else found
+                self._count_attempt(found)
+                evidence.append(found)
         return evidence
+
+    def _count_attempt(self, evidence: Evidence) -> None:
+        """Notice that an attempt ended, and that another one in the same log has evidence."""
+        if self._job_end is not None and is_of_next_attempt(evidence, self._job_end):
+            self.n_ended += 1
+            self._job_end = None
+            self.first_failed = self.first_failed_s = None
+        line_s = clock_of(self._clocked) if self._clocked else None
+        self._job_end = job_end_in(evidence.text, line_s) or self._job_end
 
     def _progress(self, raw: str) -> None:
         raw = raw[:MAX_MATCHED]
@@ -593,10 +617,11 @@ def folded(readings: Iterator[tuple[FailureLogReader, Evidence]]) -> tuple[Evide
 
     What is hours apart is not merged: only one of two may be of the attempt.
     """
-    kept: dict[tuple[object, ...], tuple[FailureLogReader, int, Evidence]] = {}
+    kept: dict[tuple[object, ...], _HeldEvidence] = {}
     for reader, found in readings:
         key: tuple[object, ...] = (
             reader.name,
+            reader.n_ended,
             found.rule,
             found.role,
             found.host,
@@ -605,28 +630,59 @@ def folded(readings: Iterator[tuple[FailureLogReader, Evidence]]) -> tuple[Evide
             None if found.at_s is None or reader.is_of_program else found.at_s // _APART_S,
         )
         if len(kept) >= _MAX_KEPT and key not in kept:
-            key = (reader.name, found.rule, found.role)
+            key = (reader.name, reader.n_ended, found.rule, found.role)
         if found.rule == _RECOVERED:
             _weaken(kept, reader, found)
         before = kept.get(key)
-        if before is None or reader.n_progress - before[1] >= SURVIVED_AFTER:
-            count = 1 if before is None else before[2].count + 1
-            kept[key] = (reader, reader.n_progress, replace(found, count=count))
+        if before is None or reader.n_progress - before.n_progress >= SURVIVED_AFTER:
+            count = 1 if before is None else before.evidence.count + 1
+            evidence = replace(found, count=count)
+            kept[key] = _HeldEvidence(reader, reader.n_progress, reader.n_ended, evidence)
         else:
-            again = replace(before[2], role=found.role, count=before[2].count + 1)
-            kept[key] = (reader, before[1], again)
-    return tuple(
-        replace(found, survived=reader.n_progress - n_progress >= SURVIVED_AFTER)
-        for reader, n_progress, found in kept.values()
-    )
+            count = before.evidence.count + 1
+            again = replace(before.evidence, role=found.role, count=count)
+            kept[key] = replace(before, evidence=again)
+    return tuple(_of_last_attempts([*kept.values()]))
 
 
+@dataclass(frozen=True, slots=True)
+class _HeldEvidence:
+    """A finding, and how far its log was read at that line."""
+
+    reader: FailureLogReader
+    n_progress: int
+    n_ended: int
+    evidence: Evidence
+
+    @property
+    def survived(self) -> bool:
+        return self.reader.n_progress - self.n_progress >= SURVIVED_AFTER
+
+
+def _of_last_attempts(kept: Sequence[_HeldEvidence]) -> Iterator[Evidence]:
+    """The findings of the last attempt in each log that has any that may decide."""
+    leading = (Role.CAUSE, Role.ROOT, Role.SUSPECT)
+    last: dict[FailureLogReader, int] = {}
+    for each in kept:
+        if each.evidence.role in leading and not each.survived:
+            last[each.reader] = max(last.get(each.reader, 0), each.n_ended)
+    for each in kept:
+        if each.n_ended >= last.get(each.reader, 0):
+            yield replace(each.evidence, survived=each.survived)
+        elif len(each.reader.earlier) < _MAX_EARLIER:
+            where = f"{each.evidence.file}:{each.evidence.line}: {each.evidence.description}"
+            each.reader.earlier.append(
+                f"{where}: the scheduler ended that attempt before a later one in the same log"
+            )
+
+
+_MAX_EARLIER = 50
 _APART_S = 600.0
 _RECOVERED = "storage.recovered"
 
 
 def _weaken(
-    kept: dict[tuple[object, ...], tuple[FailureLogReader, int, Evidence]],
+    kept: dict[tuple[object, ...], _HeldEvidence],
     reader: FailureLogReader,
     recovered: Evidence,
 ) -> None:
@@ -634,10 +690,11 @@ def _weaken(
 
     The job may have failed while it waited, or may not have noticed.
     """
-    for key, (of, n_progress, each) in kept.items():
-        same = recovered.device is None or each.device in (None, recovered.device)
-        if of is reader and each.rule == "storage.kernel" and same:
-            kept[key] = (of, n_progress, replace(each, role=Role.SUSPECT))
+    for key, each in kept.items():
+        found = each.evidence
+        same = recovered.device is None or found.device in (None, recovered.device)
+        if each.reader is reader and found.rule == "storage.kernel" and same:
+            kept[key] = replace(each, evidence=replace(found, role=Role.SUSPECT))
 
 
 _MAX_KEPT = 2000

@@ -226,7 +226,12 @@ def read_logs(
         stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
         dumps=tuple(dumps),
         not_dumps=not_dumps,
-        set_aside=(*reading.set_aside.values(), *aside.values(), *stale),
+        set_aside=(
+            *reading.set_aside.values(),
+            *(reason for each in logs for reason in each.earlier),
+            *aside.values(),
+            *stale,
+        ),
         unread=(*reading.unread, *(message for each in logs for message in each.unread)),
         n_files=len(logs),
         n_lines=sum(each.n_lines for each in logs),

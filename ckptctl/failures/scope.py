@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import RULES
 from ckptctl.formatting import counted, duration
+from ckptctl.logs.clocks import clock_in
 
 BEFORE_S = 300.0
 """A program logs its first line minutes after its start: imports, a container, a model."""
@@ -156,6 +157,45 @@ def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:
     return Bearing(doubt="; ".join(filter(None, doubts)))
 
 
+_JOB_ENDED = re.compile(
+    r"\*\*\* (?:JOB|STEP) \S{1,100} (?:ON \S{1,300} )?CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
+)
+# A job that is being ended does not read its options, a model or a checkpoint.
+_AT_THE_START = ("config.", "hub.", "checkpoint.")
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """When the scheduler ended a job, by its clock and by that of the lines before."""
+
+    at_s: float
+    line_s: float | None
+
+
+def job_end_in(text: str, line_s: float | None) -> JobEnd | None:
+    """The end of a job or a step that SLURM reports in this line; `line_s` is the clock before."""
+    match = _JOB_ENDED.search(text)
+    at_s = None if match is None else clock_in(match[1])
+    return None if at_s is None else JobEnd(at_s, line_s)
+
+
+def is_of_next_attempt(evidence: Evidence, end: JobEnd) -> bool:
+    """Whether evidence behind the end of a job in the same log is of a later attempt.
+
+    A requeued job and jobs with one name append to one log.
+    """
+    own_end = job_end_in(evidence.text, None)
+    if own_end is not None:
+        return own_end.at_s - end.at_s > AFTER_S
+    if evidence.role is Role.ROOT and evidence.rule.startswith(_AT_THE_START):
+        return True
+    if evidence.at_s is None or evidence.at_s - end.at_s <= AFTER_S:
+        return False
+    if end.line_s is not None and evidence.at_s - end.line_s <= AFTER_S:
+        return False
+    return not _may_be_zones(evidence.at_s - end.at_s)
+
+
 _OF_A_PROCESS = frozenset(rule.name for rule in RULES if rule.process)
 _OF_A_MACHINE = _OF_A_PROCESS | frozenset(
     rule.name for rule in RULES if rule.kernel or rule.name.startswith("kernel.")
@@ -228,7 +268,11 @@ def _may_be_the_end(evidence: Evidence, scope: AttemptScope) -> bool:
     """Whether a line is at the end of the attempt if the two clocks have different zones."""
     if evidence.file not in scope.other_zone or evidence.at_s is None or scope.last_s is None:
         return False
-    apart_s = abs(evidence.at_s - scope.last_s)
+    return _may_be_zones(abs(evidence.at_s - scope.last_s))
+
+
+def _may_be_zones(apart_s: float) -> bool:
+    """Whether clocks that are this far apart may show one moment in different zones."""
     off_s = (apart_s + _HALF_HOUR_S / 2) % _HALF_HOUR_S - _HALF_HOUR_S / 2
     return 1.5 * _HALF_HOUR_S < apart_s <= _MOST_ZONES_S and abs(off_s) <= 2 * _SETTLED_S
 

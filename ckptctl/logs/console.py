@@ -578,6 +578,8 @@ _BAR = re.compile(
     r"^\s{0,99}\d{1,3}%\|.{0,400}?\|\s{0,99}(?P<step>\d{1,12})/(?P<total>\d{1,12}) \["
 )
 _BLANKS = " " * 16
+_BUFFERED = 3
+"""Dictionaries without a bar between them: a custom callback may print a second one of a step."""
 
 
 class HfConsoleReader(RankReader):
@@ -586,7 +588,9 @@ class HfConsoleReader(RankReader):
     The bar is drawn again directly after a dictionary, with the step of the dictionary. A
     dictionary in the line of a bar has the step of that bar; if the trainer repeats it, the bar
     was drawn late, and the bar behind the repetition counts.
-    Without bars the rows have no step; `n_without_step` counts these, which are left out.
+    Without bars the rows have no step; `n_without_step` counts these, which are left out. So they
+    are where several dictionaries follow each other without a bar: standard output was buffered,
+    and the bars on standard error are those of other steps.
     """
 
     name = "hf-console"
@@ -601,24 +605,29 @@ class HfConsoleReader(RankReader):
         self._held: tuple[str, LogPosition] | None = None
         self._taken: tuple[int, int] | None = None
         self._is_beside = False
+        self._n_since_bar = 0
+        self._unsure: list[Row] = []
+        self._is_buffered = False
         self.n_without_step = 0
 
     @property
     def open(self) -> bool:
         """Whether a dictionary waits for its progress bar."""
-        return self._held is not None
+        return self._held is not None or bool(self._unsure)
 
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The row of the dictionary before this progress bar."""
         bar = _BAR.match(text) if self.bar_hint in text else None
         rows: Sequence[Row] = ()
         if bar is not None:
-            rows = self._drawn((clamped(bar["step"]), clamped(bar["total"])))
+            self._n_since_bar = 0
+            rows = [*self._sure(), *self._drawn((clamped(bar["step"]), clamped(bar["total"])))]
         found = _DICTIONARY.search(text) if self.hint in text else None
         if found is not None:
             is_repeated = self._is_beside and self._held is not None and found[0] == self._held[0]
             if not is_repeated:
-                rows = [*rows, *self.end()]
+                self._n_since_bar += 1
+                rows = [*rows, *self._ended()]
             self._held = (found[0], position)
             # A logger writes behind the bar of the step; tqdm blanks the bar before it writes.
             is_beside = bar is not None and _BLANKS not in text[bar.end() : found.start()]
@@ -631,6 +640,13 @@ class HfConsoleReader(RankReader):
         Where that bar belongs to an earlier dictionary, the row has no step: the job died
         before it drew the next bar.
         """
+        return [*self._sure(), *self._ended()]
+
+    def _sure(self) -> Sequence[Row]:
+        unsure, self._unsure = self._unsure, []
+        return unsure
+
+    def _ended(self) -> Sequence[Row]:
         held, self._held, self._is_beside = self._held, None, False
         if held is None:
             return ()
@@ -640,15 +656,22 @@ class HfConsoleReader(RankReader):
         step = None if named or self._bar is None or self._bar == self._taken else self._bar[0]
         self._taken = self._bar
         row = self._maker.row(pairs, position, step=step)
-        if row is None:
+        if row is not None and named:
+            return (row,)
+        if self._bar is not None and self._n_since_bar >= _BUFFERED:
+            self._is_buffered = True
+        if row is not None and not self._is_buffered:
+            self._unsure.append(row)
+        else:
             self.n_without_step += 1
-            return ()
-        return (row,)
+        if self._is_buffered:
+            self.n_without_step += len(self._sure())
+        return () if self._n_since_bar > 1 else self._sure()
 
     def _drawn(self, bar: tuple[int, int]) -> Sequence[Row]:
         # An evaluation draws its own bar, with another total and without a dictionary between
         # two drawings.
-        done = self.end() if self._is_beside else ()
+        done = self._ended() if self._is_beside else ()
         if self._held is None:
             if self._total in (None, bar[1]):
                 self._bar = bar
@@ -665,5 +688,5 @@ class HfConsoleReader(RankReader):
         self._latest = bar
         if self._total in (None, bar[1]):
             self._total, self._bar = bar[1], bar
-            return [*done, *self.end()]
+            return [*done, *self._ended()]
         return done

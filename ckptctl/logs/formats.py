@@ -222,7 +222,8 @@ LINE_FORMATS = (
         "oss=",
         # tqdm with a postfix, as in Lightning: a step is printed repeatedly, the last counts.
         rf"^(?![^|]{{0,200}}\b(?i:{_NOT_TRAINING})).{{0,400}}?"
-        r"(?:\bEpoch \[?(?P<epoch>\d{1,9})(?:/\d{1,9})?\]?:[^|]{0,20}\|[^|]{0,400})?"
+        r"(?:\bEpoch \[?(?P<epoch>\d{1,9})(?:/\d{1,9})?\]?(?: [\[(][^|\])]{1,40}[\])])?:"
+        r"[^|]{0,20}\|[^|]{0,400})?"
         r"\| *(?P<step>\d{1,12})/(?P<per>\d{1,12}|\?) "
         r"\[[\d:]{1,20}<(?=[^\]]{0,2000}?(?:\b|_)[Ll]oss)",
         r"(?<![\w/])([A-Za-z][\w/]{0,99})=([^\s,\]]+)",

@@ -289,9 +289,11 @@ _PREFIXES = tuple(
         r"(?:kern|daemon|user)\s*:(?P<syslog>\w+)\s*: ",
         r"<\d+>",
         r"\[\s*\d+\.\d{1,9}\](?:\[\s*[TC]?\d+\])? (?P<kernel>)",
-        # [rank3]:[E1120 03:12:44.123456 ProcessGroupNCCL.cpp:632] and absl's E1120 ... file:1]
-        r"\[?(?P<level>[IWEF])(?P<mo>\d\d)(?P<d>\d\d) " + CLOCK + r" +(?:\d+ +)?"
+        # [rank3]:[E1120 03:12:44.123456 ProcessGroupNCCL.cpp:632] and absl's E1120 ... file:1].
+        # torch writes the month without a zero, and before 2.2 no time.
+        r"\[?(?P<level>[IWEF])(?P<mo>\d\d?)(?P<d>\d\d) " + CLOCK + r" +(?:\d+ +)?"
         r"[\w./<>-]+:\d+\]\s*",
+        r"\[(?P<level>[IWEF]) [\w./<>-]+\.(?:cc|cpp|cu|h):\d+\]\s*",
         # Ray's own process
         r"\(raylet(?:, ip=(?P<host>[\d.]+))?\) ?",
         # node017:1234:1300 [3] NCCL WARN, with or without file:line

@@ -369,7 +369,7 @@ def _why_nothing(readers: Sequence[LogReader]) -> str:
     if lost:
         return (
             f"{names}: {lost:,} losses without a step; the progress bar that shows the step is not "
-            "in the log (trainer_state.json has both)"
+            "in the log, or in another order: set PYTHONUNBUFFERED=1 (trainer_state.json has both)"
         )
     if found:
         return f"{names}: the rows in {found[0]} format have no loss ({n_bytes:,} bytes)"

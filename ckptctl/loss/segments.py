@@ -2,7 +2,8 @@
 
 A segment begins at a line that announces a start, where the step goes back, or with a
 new file. Rows that repeat earlier ones together with their time are copies: a log shipper
-or a logger wrote them twice, and they are left out. The rows that are kept of each segment
+or a logger wrote them twice, and they are left out. So are those that a `trainer_state.json` has
+from that of an older checkpoint. The rows that are kept of each segment
 are bounded, so a log of any size can be split. `resumes` chooses the segments that are
 compared.
 """
@@ -173,8 +174,12 @@ class Splitter:
 
     def _is_copy(self, row: Row, segment: _OpenSegment) -> bool:
         """Whether a row has the step, the time and the values of a row that was read before."""
+        # The history of a checkpoint begins with that of the checkpoint that it continues.
+        is_history = _is_history(row) and row.position.file != segment.last.position.file
+        if row.at is None and not is_history:
+            return False
         # Several ranks that write to one log may repeat the last step.
-        if row.at is None or row.step >= segment.last.step:
+        if row.step > segment.last.step or (row.step == segment.last.step and not is_history):
             return False
         kept = (segment.row_of(row.step), *(_row_of(done.rows, row.step) for done in self._done))
         if not any(each is not None and _is_same(each, row) for each in kept):
@@ -326,6 +331,10 @@ class _OpenSegment:
             if kept:
                 kept[-1] = row
                 return
+
+
+def _is_history(row: Row) -> bool:
+    return row.position.file.endswith("trainer_state.json")
 
 
 def _row_of(rows: Sequence[Row], step: int) -> Row | None:

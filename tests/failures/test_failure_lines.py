@@ -254,3 +254,123 @@ OF_OTHER_SYSTEMS = {
 @pytest.mark.parametrize(("text", "failure"), OF_OTHER_SYSTEMS.items())
 def test_collectives_and_limits_of_other_systems_are_told_apart(text, failure, tmp_path):
     assert said(tmp_path, text) == failure
+
+
+TASK_FAILED = "srun: error: n097: task 5: Exited with exit code 255\n"
+STEP_ENDED = "slurmstepd: error: *** STEP 403.0 ON n096 CANCELLED AT 2026-11-20T17:52:24 ***\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [(TASK_FAILED + STEP_ENDED, "unknown"), (STEP_ENDED + TASK_FAILED, "user")],
+)
+def test_a_step_that_srun_cancels_behind_a_failed_task_was_not_cancelled_by_hand(
+    text, failure, tmp_path
+):
+    log = tmp_path / "job.log"
+    log.write_text(text)
+    assert ckptctl.classify(str(log)).failure == failure
+
+
+def test_a_batch_script_that_cannot_be_started_drains_no_node(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "slurmstepd: error: execve(): /spool/job81/slurm_script: No such file or directory"
+    )
+    found = ckptctl.classify(str(log))
+    assert (found.action.value, found.confidence) == ("investigate", "low")
+
+
+def test_a_configuration_that_is_not_json_does_not_accuse_the_data(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "/opt/lib/python3.11/site-packages/accelerate/deepspeed.py", line 68, in load\n'
+        "    config = json.load(file)\n"
+        '  File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode\n'
+        "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n"
+    )
+    found = ckptctl.classify(str(log))
+    assert (found.action.value, found.confidence, found.restart.value) == (
+        "investigate",
+        "low",
+        "once",
+    )
+
+
+def test_words_of_argparse_do_not_make_its_error_harmless(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text("train.py: error: argument --fp8: ignored explicit argument 'true'\n")
+    assert ckptctl.classify(str(log)).failure == "job-config"
+
+
+def test_an_import_while_python_ends_is_no_configuration(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text("ImportError: sys.meta_path is None, Python is likely shutting down\n")
+    assert ckptctl.classify(str(log)).failure == "unknown"
+
+
+def test_a_closed_terminal_counts_where_the_handler_of_a_log_met_the_signal(tmp_path):
+    log = tmp_path / "job.log"
+    error = (
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 161 got signal: "
+    )
+    log.write_text(
+        "--- Logging error ---\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/torch/distributed/elastic/multiprocessing/api.py", line 85, in handler\n'
+        "    raise SignalException(sigval)\n"
+        f"{error}1\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/torch/distributed/elastic/multiprocessing/api.py", line 85, in handler\n'
+        "    raise SignalException(sigval)\n"
+        f"{error}15\n"
+    )
+    assert ckptctl.classify(str(log)).failure == "user"
+
+
+TRIED = (
+    "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 "
+    "(errno: 99 - Cannot assign requested address)."
+)
+REPLACED = (
+    "slurmstepd: error: couldn't chdir to `/home/u': No such file or directory: going to /tmp"
+)
+
+
+@pytest.mark.parametrize("before", [TRIED, REPLACED])
+def test_a_warning_of_the_start_hides_no_error(before, tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        f"{before}\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/app/train.py", line 80, in main\n'
+        "    loss.backward()\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    assert ckptctl.classify(str(log)).failure == "job-oom"
+
+
+def test_a_program_that_reports_a_memory_error_of_a_gpu_is_no_driver(tmp_path):
+    log = tmp_path / "job.log"
+    error = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    log.write_text(error + "\n")
+    assert (ckptctl.classify(str(log)).failure, ckptctl.classify(str(log)).confidence) == (
+        "infra-node",
+        "medium",
+    )
+    log.write_text(f"sample 3: How do I fix {error}?\n")
+    assert ckptctl.classify(str(log)).failure == "unknown"
+
+
+def test_torch_writes_the_month_without_a_zero(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "[rank4]:[E602 11:18:52.536602063 ProcessGroupNCCL.cpp:1896] [PG ID 1 Rank 4] Watchdog "
+        "caught collective operation timeout: WorkNCCL(SeqNum=158, OpType=ALLREDUCE) ran for 600004 "
+        "milliseconds before timing out.\n"
+    )
+    (evidence,) = ckptctl.classify(str(log)).evidence
+    assert evidence.at_s is not None
+    assert evidence.text.startswith("[PG ID 1 Rank 4]")

@@ -48,6 +48,9 @@ CORPUS = Path(__file__).parent
 _FRAME = 'Traceback (most recent call last):\\n  File "/job/a.py", line 1, in f\\n    '
 # Lines for the rules that no line of the corpus is for, in words of the project.
 EXAMPLES = {
+    "slurm.folder": "slurmstepd: error: couldn't chdir to `/home/u': No such file or directory",
+    "slurm.script-start": "slurmstepd: error: execve(): /var/spool/slurmd/job8123/slurm_script: No "
+    "such file or directory",
     "hub.name": "OSError: Can't load tokenizer for 'llama-7b'. If you were trying to load it from",
     "cuda.ordinal": "RuntimeError: CUDA error: invalid device ordinal",
     "network.route": "n5:240:240 [6] misc/socket.cc:533 NCCL WARN socketPollConnect: Connect to "

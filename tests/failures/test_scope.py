@@ -234,3 +234,72 @@ XID_154 = "NVRM: Xid (PCI:0000:9a:00): 154, GPU recovery action changed from "
 def test_a_transition_reports_its_new_state(tmp_path, text, failure):
     (tmp_path / "kern.txt").write_text(f"Nov 20 09:03:58 node013 kernel: {text}\n")
     assert ckptctl.classify(str(tmp_path / "kern.txt")).failure == failure
+
+
+ENDED = "slurmstepd: error: *** JOB {job} ON n017 CANCELLED AT {at} DUE TO {why} ***\n"
+OOM = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/app/train.py", line 12, in main\n'
+    "    loss.backward()\n"
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+)
+MISMATCH = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/app/train.py", line 12, in main\n'
+    "    model.load_state_dict(state)\n"
+    "RuntimeError: Error(s) in loading state_dict for GPT:\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "failure"),
+    [
+        (("2026-11-20T09:05:00", "PREEMPTION"), "[2026-11-20 09:20:10] loading\n" + OOM, "job-oom"),
+        (
+            ("2026-11-19T09:05:00", "NODE FAILURE"),
+            "[2026-11-20 09:00:10] loading\n" + OOM,
+            "job-oom",
+        ),
+        (("2026-11-20T09:05:00", "PREEMPTION"), "loading step 120\n" + MISMATCH, "job-config"),
+        (
+            ("2026-11-19T09:05:00", "NODE FAILURE"),
+            ENDED.format(job=8, at="2026-11-20T10:00:00", why="TIME LIMIT"),
+            "walltime",
+        ),
+    ],
+    ids=["later", "of another day", "before the first time", "another end"],
+)
+def test_of_attempts_in_one_log_the_last_one_counts(tmp_path, before, after, failure):
+    at, why = before
+    log = tmp_path / "slurm-8.out"
+    log.write_text(STEPS + ENDED.format(job=8, at=at, why=why) + after)
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, answer.nodes) == (failure, ())
+    assert "slurm-8.out:41: " in answer.set_aside[0]
+    assert "ended that attempt" in answer.set_aside[0]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        OOM,
+        "[2026-11-20 09:05:20] saving\n" + OOM,
+        # The clock of the program is UTC, and that of SLURM is not.
+        "[2026-11-20 14:05:40] saving\n" + OOM,
+        ENDED.replace("JOB", "STEP").format(job="8.0", at="2026-11-20T09:05:01", why="PREEMPTION"),
+    ],
+    ids=["untimed", "at once", "another zone", "its step"],
+)
+def test_what_follows_the_end_of_a_job_at_once_is_of_the_same_attempt(tmp_path, after):
+    log = tmp_path / "slurm-8.out"
+    end = ENDED.format(job=8, at="2026-11-20T09:05:00", why="PREEMPTION")
+    log.write_text(STEPS + end + after)
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, answer.set_aside) == ("preemption", ())
+
+
+def test_an_attempt_without_evidence_leaves_that_of_the_one_before(tmp_path):
+    log = tmp_path / "slurm-8.out"
+    end = ENDED.format(job=8, at="2026-11-20T09:05:00", why="NODE FAILURE")
+    log.write_text(STEPS + end + "[2026-11-20 09:45:10] loading\n")
+    assert ckptctl.classify(str(log)).failure == "infra-node"

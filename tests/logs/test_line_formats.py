@@ -169,6 +169,34 @@ def test_a_dictionary_that_a_logger_writes_behind_a_bar_has_the_step_of_that_bar
     assert found == [(5, 1.45), (10, 1.41), (15, 1.415), (20, 1.42)]
 
 
+def bars(steps):
+    return "".join(f"\r  1%|▏| {step}/600 [00:26<25:00,  5.09s/it]" for step in steps)
+
+
+def test_dictionaries_that_a_buffer_held_back_have_no_step():
+    """Standard output of a pipe is written in blocks, and the bars on standard error at once."""
+    held = "".join(f"{{'loss': 1.4{step}, 'epoch': 0.{step}}}\n" for step in range(5, 30, 5))
+    text = bars(range(1, 301)) + held + bars(range(301, 600)) + held
+    assert rows(text + "\n") == []
+
+
+def test_a_second_dictionary_of_a_step_leaves_the_first_its_bar():
+    text = ""
+    for step in (5, 10, 15):
+        text += bars(range(step - 4, step + 1))
+        text += f"\n{{'loss': 1.4{step}, 'epoch': 0.1}}\n{{'loss': 1.4{step}, 'mfu': 0.4}}\n"
+    assert {5, 10, 15} <= {row.step for row in rows(text)}
+
+
+def test_a_bar_may_have_a_tag_behind_its_epoch():
+    text = "".join(
+        f"\rEpoch {epoch} [FAST]:  39%|▍| {batch}/30 [01:39<02:31, 4.95it/s, loss=0.{batch}]"
+        for epoch, n in ((7, 12), (8, 30))
+        for batch in range(1, n + 1)
+    )
+    assert [row.step for row in rows(text + "\n")][-1] == 60
+
+
 FORMS_BY_EPOCH = (
     "Epoch: {epoch} Step: {batch}/500 loss: {loss:.4f}",
     "epoch {epoch} step {batch} loss {loss:.4f}",

@@ -23,6 +23,7 @@ from ckptctl.errors import LogUnreadable
 from ckptctl.logs.binary_logs import crc32c
 from ckptctl.logs.reading import DamageLog, LogFormat, LogReader, read_logs
 from ckptctl.logs.rows import Marker, Number, Row
+from ckptctl.loss.segments import split
 
 
 def read(data: bytes, name: str = "log", piece: int = 1 << 20) -> tuple[LogReader, list]:
@@ -190,6 +191,22 @@ def test_of_the_trainer_states_in_a_folder_the_newest_is_read(tmp_path):
         text = json.dumps(trainer_state(range(1, step + 1)))
         (folder / "trainer_state.json").write_text(text)
     assert [row.step for row in read_logs([str(tmp_path)])] == list(range(1, 11))
+
+
+def test_the_history_that_a_trainer_state_has_from_an_older_one_is_no_restart(tmp_path):
+    files = []
+    for last in (20, 40):
+        folder = tmp_path / f"checkpoint-{last}"
+        folder.mkdir()
+        state = trainer_state(range(1, last + 1))
+        for record in state["log_history"]:
+            if "loss" in record:
+                record["loss"] = 4 - record["step"] / 100
+        files.append(str(folder / "trainer_state.json"))
+        Path(files[-1]).write_text(json.dumps(state))
+    found = split(read_logs(files))
+    assert [(each.first_step, each.last_step) for each in found.segments] == [(1, 20), (21, 40)]
+    assert found.n_copies == 20
 
 
 def test_sparse_cells_of_one_step_are_one_row():
