@@ -25,6 +25,7 @@ from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
 from ckptctl.failures.scope import (
     JobEnd,
     LogSpan,
+    is_after,
     is_of_next_attempt,
     job_end_in,
     job_of_log,
@@ -111,6 +112,8 @@ _STEP = re.compile(
     r"\b(?:global[_ ]?)?(?:step|iter(?:ation)?|it)\b[\"']?\s{0,9}[:=#]?\s{0,9}\[?(\d{1,18})",
     re.IGNORECASE,
 )
+# The Hugging Face trainer prints no step beside the loss.
+_EPOCH = re.compile(r"\{'loss': .{0,2000}'epoch': '?(\d{1,9})(?:\.(\d{1,9}))?'?[,}]")
 _FINITE = re.compile(r"\bloss\b(?! scale)[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
 
 # What precedes the traceback of an exception that Python prints and ignores: in `__del__`, in a
@@ -154,7 +157,8 @@ def _has_clock(raw: str) -> bool:
 class FailureLogReader:
     """Reads one log, block by block.
 
-    `n_lines` counts the lines that were classified, `n_progress` those of training progress.
+    `n_lines` counts the lines that were classified, `n_progress` those of training progress, and
+    `n_back` how often the step went back.
     `hosts` are the nodes of ranks, as far as the log shows them. `n_ended` counts the attempts
     that the scheduler ended before another one wrote to the log; `earlier` states what is set
     aside of them. After the deadline no further line is matched. `unread` names the lines and rules
@@ -167,6 +171,7 @@ class FailureLogReader:
         self._deadline = deadline or Deadline()
         self.n_lines = 0
         self.n_progress = 0
+        self.n_back = 0
         self.first_failed: tuple[str | None, int | None] | None = None
         self.first_failed_s: float | None = None
         self.hosts: dict[int, str] = {}
@@ -325,10 +330,12 @@ class FailureLogReader:
 
     def _progress(self, raw: str) -> None:
         raw = raw[:MAX_MATCHED]
-        match = _STEP.search(raw)
-        if match is None:
+        if (match := _STEP.search(raw)) is not None:
+            step = clamped(match[1])
+        elif (match := _EPOCH.search(raw)) is not None:
+            step = clamped(match[1] + (match[2] or "").ljust(9, "0"))
+        else:
             return
-        step = clamped(match[1])
         if step > self._step and _FINITE.search(raw):
             self.n_progress += 1
             self._step = step
@@ -336,6 +343,15 @@ class FailureLogReader:
         elif step < self._step:
             # Another attempt starts from an older step in the same log.
             self._step = step
+            self.n_back += 1
+
+    def trained_after(self, end: JobEnd, n_back: int) -> bool:
+        """Whether the last steps are of an attempt that began after the end of a job.
+
+        `n_back` is how often the step had gone back until then.
+        """
+        at_s = clock_of(self._progressed[0]) if self._progressed[0] else None
+        return self.n_back > n_back if at_s is None else is_after(at_s, end)
 
     def _framed(self, number: int, line: LogLine) -> bool:
         """Whether the line only frames others, as the head of a traceback or report does."""
@@ -637,7 +653,9 @@ def folded(readings: Iterator[tuple[FailureLogReader, Evidence]]) -> tuple[Evide
         if before is None or reader.n_progress - before.n_progress >= SURVIVED_AFTER:
             count = 1 if before is None else before.evidence.count + 1
             evidence = replace(found, count=count)
-            kept[key] = _HeldEvidence(reader, reader.n_progress, reader.n_ended, evidence)
+            kept[key] = _HeldEvidence(
+                reader, reader.n_progress, reader.n_ended, reader.n_back, evidence
+            )
         else:
             count = before.evidence.count + 1
             again = replace(before.evidence, role=found.role, count=count)
@@ -652,11 +670,16 @@ class _HeldEvidence:
     reader: FailureLogReader
     n_progress: int
     n_ended: int
+    n_back: int
     evidence: Evidence
 
     @property
     def survived(self) -> bool:
-        return self.reader.n_progress - self.n_progress >= SURVIVED_AFTER
+        if self.reader.n_progress - self.n_progress < SURVIVED_AFTER:
+            return False
+        # A job trains on for seconds while it is being ended.
+        end = job_end_in(self.evidence.text, self.evidence.at_s)
+        return end is None or self.reader.trained_after(end, self.n_back)
 
 
 def _of_last_attempts(kept: Sequence[_HeldEvidence]) -> Iterator[Evidence]:

@@ -91,9 +91,10 @@ FOLLOWING = frozenset(rule.name for rule in RULES if rule.follows)
 ENDING = tuple(number for number, rule in enumerate(RULES) if rule.ending)
 
 
-# Frequent text of healthy logs that contains a literal. All patterns require `inf` as
-# a word, or `infinity`; the others are columns of Megatron-LM's line of a step.
+# Frequent text of healthy logs that contains a literal. All patterns require `hpu` and `inf` as
+# words, or `infinity`; the others are columns of Megatron-LM's line of a step.
 _ONLY_SEEMS = {
+    b"hpu": b"throughput",
     b"inf": b"info",
     b"nan": b"number of nan iterations:",
     b"loss scale": b"| loss scale:",

@@ -189,11 +189,14 @@ def is_of_next_attempt(evidence: Evidence, end: JobEnd) -> bool:
         return own_end.at_s - end.at_s > AFTER_S
     if evidence.role is Role.ROOT and evidence.rule.startswith(_AT_THE_START):
         return True
-    if evidence.at_s is None or evidence.at_s - end.at_s <= AFTER_S:
+    return evidence.at_s is not None and is_after(evidence.at_s, end)
+
+
+def is_after(at_s: float, end: JobEnd) -> bool:
+    """Whether a line of the program is too late for a job that was ended: of a later attempt."""
+    if at_s - end.at_s <= AFTER_S or (end.line_s is not None and at_s - end.line_s <= AFTER_S):
         return False
-    if end.line_s is not None and evidence.at_s - end.line_s <= AFTER_S:
-        return False
-    return not _may_be_zones(evidence.at_s - end.at_s)
+    return not _may_be_zones(at_s - end.at_s)
 
 
 _OF_A_PROCESS = frozenset(rule.name for rule in RULES if rule.process)

@@ -368,7 +368,7 @@ def test_torch_writes_the_month_without_a_zero(tmp_path):
     log = tmp_path / "job.log"
     log.write_text(
         "[rank4]:[E602 11:18:52.536602063 ProcessGroupNCCL.cpp:1896] [PG ID 1 Rank 4] Watchdog "
-        "caught collective operation timeout: WorkNCCL(SeqNum=158, OpType=ALLREDUCE) ran for 600004 "
+        "caught collective operation timeout: WorkNCCL(SeqNum=158, OpType=ALLREDUCE) ran for 60004 "
         "milliseconds before timing out.\n"
     )
     (evidence,) = ckptctl.classify(str(log)).evidence

@@ -48,6 +48,8 @@ CORPUS = Path(__file__).parent
 _FRAME = 'Traceback (most recent call last):\\n  File "/job/a.py", line 1, in f\\n    '
 # Lines for the rules that no line of the corpus is for, in words of the project.
 EXAMPLES = {
+    "gpu.driver": "n5:240:240 [0] misc/nvmlwrap.cc:100 NCCL WARN nvmlInit_v2() failed: "
+    "Driver/library version mismatch",
     "slurm.folder": "slurmstepd: error: couldn't chdir to `/home/u': No such file or directory",
     "slurm.script-start": "slurmstepd: error: execve(): /var/spool/slurmd/job8123/slurm_script: No "
     "such file or directory",

@@ -303,3 +303,29 @@ def test_an_attempt_without_evidence_leaves_that_of_the_one_before(tmp_path):
     end = ENDED.format(job=8, at="2026-11-20T09:05:00", why="NODE FAILURE")
     log.write_text(STEPS + end + "[2026-11-20 09:45:10] loading\n")
     assert ckptctl.classify(str(log)).failure == "infra-node"
+
+
+@pytest.mark.parametrize("why", ["TIME LIMIT", "PREEMPTION"])
+@pytest.mark.parametrize("timed", [True, False])
+def test_steps_that_are_trained_while_a_job_is_ended_do_not_disprove_it(tmp_path, why, timed):
+    steps = STEPS if timed else "".join(f"step {n} | loss {2.5 - n / 1e3:.4f}\n" for n in range(9))
+    later = "".join(
+        (f"[2026-11-20 09:04:1{n}] " if timed else "") + f"step {200 + n} | loss 2.1{n}\n"
+        for n in range(5)
+    )
+    end = ENDED.format(job=8, at="2026-11-20T09:04:05", why=why)
+    log = tmp_path / "slurm-8.out"
+    log.write_text(steps + end + later)
+    expected = "walltime" if why == "TIME LIMIT" else "preemption"
+    assert ckptctl.classify(str(log)).failure == expected
+    again = later.replace("09:04:", "09:44:").replace("step 20", "step 10" if timed else "step ")
+    log.write_text(steps + end + again)
+    assert ckptctl.classify(str(log)).failure == "unknown"
+
+
+def test_steps_of_the_hugging_face_trainer_disprove_an_error(tmp_path):
+    rows = "".join(f"{{'loss': 1.4{n}, 'lr': 1e-05, 'epoch': {n / 10}}}\n" for n in range(5))
+    log = tmp_path / "job.log"
+    log.write_text(OOM + rows)
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, len(answer.survived)) == ("unknown", 1)
