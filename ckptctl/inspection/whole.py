@@ -360,7 +360,7 @@ def _resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Find
 def _resized_beside(
     opened: OpenStep, other: OpenStep, keys: Collection[str]
 ) -> Mapping[str, tuple[str, str]]:
-    """By key a file of another size than in another step, and one that was as large and still is."""
+    """By key a file of another size than in another step, and one of the same size as there."""
     sizes = {file.path: file.size for file in other.files}
     files: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
     for file in opened.files:
