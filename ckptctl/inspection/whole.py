@@ -13,7 +13,7 @@ the ranks, they add up to the same size.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
@@ -213,6 +213,8 @@ def _check_families(
         more = _more_than_ranks(opened, numbered, saved_world_size, stated_by)
         if more is not None:
             return Wholeness((more,))
+    if not (unstated or gaps) and (only := _only_sparse(opened, sparse, saved_world_size)):
+        return Wholeness((only,))
     if not unstated:
         # Numbers with more holes than files prove nothing.
         by = "the counts in the names" if numbered else ""
@@ -299,6 +301,22 @@ def _only_words(opened: OpenStep, saved_world_size: int | None) -> Finding | Non
         "missing",
         next_command=command_line("explain", "format.unlisted"),
     )
+
+
+def _only_sparse(
+    opened: OpenStep, sparse: Iterable[Family], saved_world_size: int | None
+) -> Finding | None:
+    """The same for files that numbers with holes tell apart, as those of hosts do."""
+    several = [one for one in sparse if one.n_present > 2 and one.n_present != saved_world_size]
+    if not several or next(steps_beside(opened, 1), None) is not None:
+        return None
+    with suppress(StorageError):
+        tensors, _ = opened.tensors_in_files
+        optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
+        n_with = Counter(map(key_of, optimizers))
+        of_ranks = [family for family in several if n_with[family.key] == family.n_present]
+        return _unlisted(of_ranks, []) if of_ranks else None
+    return None
 
 
 def _has_more_kinds(other: OpenStep, kinds: Collection[str]) -> bool:

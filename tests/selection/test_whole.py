@@ -587,6 +587,17 @@ def test_the_ranks_of_an_only_step_are_unknown_where_words_tell_them_apart(tmp_p
     assert ckptctl.verify(str(step)).exit_code == 0
 
 
+def test_the_ranks_of_an_only_step_are_unknown_where_hosts_tell_them_apart(tmp_path):
+    save_step(tmp_path / "step-10", ("cn-{p}00/{t}.model.pt", "cn-{p}00/{t}.opt.pt"), 4, 10)
+    for host, name in (("cn-000", "cn-412"), ("cn-100", "cn-977")):
+        (tmp_path / "step-10" / host).rename(tmp_path / "step-10" / name)
+    report = ckptctl.verify(f"{tmp_path}@10")
+    assert (report.exit_code, [*faults(report)]) == (22, ["format.unlisted"])
+    assert ckptctl.verify(f"{tmp_path}@10", saved_world_size=4).exit_code == 0
+    shutil.copytree(tmp_path / "step-10", tmp_path / "step-20")
+    assert ckptctl.verify(f"{tmp_path}@10").exit_code == 0
+
+
 @pytest.mark.parametrize("kind", ["rank{}.data.pt", "host-a.rank{}.data.pt", "pos_{}.pkl"])
 def test_files_of_ranks_without_tensors_are_no_marker_that_comes_and_goes(tmp_path, kind):
     for number in (10, 20, 30):
