@@ -361,9 +361,17 @@ def _resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Find
         pairs = _resized_beside(opened, other, keys)
         held = [family for family in families if family.key in pairs]
         now, then = (_elements_by_key(one, held, ("optimizer",)) for one in (opened, other))
+        weights = [
+            sum(_elements_by_key(one, families if pairs else (), ("model",)).values())
+            for one in (opened, other)
+        ]
+        # Of a pipeline, a stage of other ranks holds other layers; a moment may come later.
+        counts_new = weights[0] > SIMILAR * weights[1]
         for key in sorted(now.keys() & then.keys()):
             path, same = pairs[key]
-            if now[key] > SIMILAR * then[key] and _is_of_other_parts(opened, path, other):
+            if now[key] > SIMILAR * then[key] and _is_of_other_parts(
+                opened, path, other, counts_new=counts_new
+            ):
                 return Finding(
                     "state.mixed",
                     path,
@@ -399,8 +407,8 @@ def _resized_beside(
     return pairs
 
 
-def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep) -> bool:
-    """Whether most tensors of a file are new or have another shape than in another step."""
+def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep, *, counts_new: bool) -> bool:
+    """Whether most tensors of a file have another shape than in another step, or are new."""
     path_before = path_then(opened, other, path, other.step.number or 0)
     with suppress(StorageError):
         now, then = (
@@ -411,7 +419,12 @@ def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep) -> bool:
             }
             for leaves in (leaves_at(opened, path), leaves_at(other, path_before))
         )
-        return 2 * sum(then.get(fqn) != shape for fqn, shape in now.items()) >= len(now) > 0
+        changed = [
+            fqn
+            for fqn, shape in now.items()
+            if (counts_new if fqn not in then else then[fqn] != shape)
+        ]
+        return 2 * len(changed) >= len(now) > 0
     return False
 
 

@@ -857,6 +857,20 @@ def test_files_of_another_number_of_ranks_in_a_step_are_of_two_saves(tmp_path, r
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 40
 
 
+def test_moments_of_an_expert_that_come_later_are_of_one_save(tmp_path):
+    """Of experts that no token reached yet, the optimizer holds nothing."""
+    for number in (10, 20, 30):
+        step = tmp_path / f"step-{number}"
+        step.mkdir()
+        for expert in range(4):
+            held = {0: {"exp_avg": torch.ones(900, 4), "exp_avg_sq": torch.ones(900, 4)}}
+            states = held if expert == 0 or (expert == 1 and number == 30) else {}
+            optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}
+            state = {"model": {"w": torch.ones(900, 4)}, "optimizer": optimizer, "step": number}
+            torch.save(state, step / f"expert_{expert}.pt")
+    assert ckptctl.pick(str(tmp_path)).step == 30
+
+
 def test_parts_of_a_replay_buffer_that_fill_one_after_the_other_are_of_one_save(tmp_path):
     for number, rows in ((10, 500), (20, 500), (30, 900)):
         step = tmp_path / f"step_{number}"
