@@ -13,7 +13,7 @@ the ranks, they add up to the same size.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
@@ -213,6 +213,8 @@ def _check_families(
         more = _more_than_ranks(opened, numbered, saved_world_size, stated_by)
         if more is not None:
             return Wholeness((more,))
+    if not (unstated or gaps) and (only := _only_sparse(opened, sparse, saved_world_size)):
+        return Wholeness((only,))
     if not unstated:
         # Numbers with more holes than files prove nothing.
         by = "the counts in the names" if numbered else ""
@@ -301,6 +303,22 @@ def _only_words(opened: OpenStep, saved_world_size: int | None) -> Finding | Non
     )
 
 
+def _only_sparse(
+    opened: OpenStep, sparse: Iterable[Family], saved_world_size: int | None
+) -> Finding | None:
+    """The same for files that numbers with holes tell apart, as those of hosts do."""
+    several = [one for one in sparse if one.n_present > 2 and one.n_present != saved_world_size]
+    if not several or next(steps_beside(opened, 1), None) is not None:
+        return None
+    with suppress(StorageError):
+        tensors, _ = opened.tensors_in_files
+        optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
+        n_with = Counter(map(key_of, optimizers))
+        of_ranks = [family for family in several if n_with[family.key] == family.n_present]
+        return _unlisted(of_ranks, []) if of_ranks else None
+    return None
+
+
 def _has_more_kinds(other: OpenStep, kinds: Collection[str]) -> bool:
     """Whether a step has a kind of file that is not among `kinds`, and that no evaluation wrote."""
     return any(
@@ -343,9 +361,17 @@ def _resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Find
         pairs = _resized_beside(opened, other, keys)
         held = [family for family in families if family.key in pairs]
         now, then = (_elements_by_key(one, held, ("optimizer",)) for one in (opened, other))
+        weights = [
+            sum(_elements_by_key(one, families if pairs else (), ("model",)).values())
+            for one in (opened, other)
+        ]
+        # Of a pipeline, a stage of other ranks holds other layers; a moment may come later.
+        counts_new = weights[0] > SIMILAR * weights[1]
         for key in sorted(now.keys() & then.keys()):
             path, same = pairs[key]
-            if now[key] > SIMILAR * then[key] and _is_of_other_parts(opened, path, other):
+            if now[key] > SIMILAR * then[key] and _is_of_other_parts(
+                opened, path, other, counts_new=counts_new
+            ):
                 return Finding(
                     "state.mixed",
                     path,
@@ -360,7 +386,7 @@ def _resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Find
 def _resized_beside(
     opened: OpenStep, other: OpenStep, keys: Collection[str]
 ) -> Mapping[str, tuple[str, str]]:
-    """By key a file of another size than in another step, and one that was as large and still is."""
+    """By key a file of another size than in another step, and one of the same size as there."""
     sizes = {file.path: file.size for file in other.files}
     files: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
     for file in opened.files:
@@ -381,8 +407,8 @@ def _resized_beside(
     return pairs
 
 
-def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep) -> bool:
-    """Whether most tensors of a file are new or have another shape than in another step."""
+def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep, *, counts_new: bool) -> bool:
+    """Whether most tensors of a file have another shape than in another step, or are new."""
     path_before = path_then(opened, other, path, other.step.number or 0)
     with suppress(StorageError):
         now, then = (
@@ -393,7 +419,12 @@ def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep) -> bool:
             }
             for leaves in (leaves_at(opened, path), leaves_at(other, path_before))
         )
-        return 2 * sum(then.get(fqn) != shape for fqn, shape in now.items()) >= len(now) > 0
+        changed = [
+            fqn
+            for fqn, shape in now.items()
+            if (counts_new if fqn not in then else then[fqn] != shape)
+        ]
+        return 2 * len(changed) >= len(now) > 0
     return False
 
 

@@ -587,6 +587,17 @@ def test_the_ranks_of_an_only_step_are_unknown_where_words_tell_them_apart(tmp_p
     assert ckptctl.verify(str(step)).exit_code == 0
 
 
+def test_the_ranks_of_an_only_step_are_unknown_where_hosts_tell_them_apart(tmp_path):
+    save_step(tmp_path / "step-10", ("cn-{p}00/{t}.model.pt", "cn-{p}00/{t}.opt.pt"), 4, 10)
+    for host, name in (("cn-000", "cn-412"), ("cn-100", "cn-977")):
+        (tmp_path / "step-10" / host).rename(tmp_path / "step-10" / name)
+    report = ckptctl.verify(f"{tmp_path}@10")
+    assert (report.exit_code, [*faults(report)]) == (22, ["format.unlisted"])
+    assert ckptctl.verify(f"{tmp_path}@10", saved_world_size=4).exit_code == 0
+    shutil.copytree(tmp_path / "step-10", tmp_path / "step-20")
+    assert ckptctl.verify(f"{tmp_path}@10").exit_code == 0
+
+
 @pytest.mark.parametrize("kind", ["rank{}.data.pt", "host-a.rank{}.data.pt", "pos_{}.pkl"])
 def test_files_of_ranks_without_tensors_are_no_marker_that_comes_and_goes(tmp_path, kind):
     for number in (10, 20, 30):
@@ -844,6 +855,20 @@ def test_files_of_another_number_of_ranks_in_a_step_are_of_two_saves(tmp_path, r
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
     save_step(tmp_path / "step-40", scheme, ranks[0], 40, n_rows=4000)
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 40
+
+
+def test_moments_of_an_expert_that_come_later_are_of_one_save(tmp_path):
+    """Of experts that no token reached yet, the optimizer holds nothing."""
+    for number in (10, 20, 30):
+        step = tmp_path / f"step-{number}"
+        step.mkdir()
+        for expert in range(4):
+            held = {0: {"exp_avg": torch.ones(900, 4), "exp_avg_sq": torch.ones(900, 4)}}
+            states = held if expert == 0 or (expert == 1 and number == 30) else {}
+            optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}
+            state = {"model": {"w": torch.ones(900, 4)}, "optimizer": optimizer, "step": number}
+            torch.save(state, step / f"expert_{expert}.pt")
+    assert ckptctl.pick(str(tmp_path)).step == 30
 
 
 def test_parts_of_a_replay_buffer_that_fill_one_after_the_other_are_of_one_save(tmp_path):
