@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from ckptctl import __version__
@@ -94,6 +95,40 @@ def check_step_format(step_format: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The numbers that a script gives to `save` or `note`, as plain ones of Python."""
+
+    step: int
+    loss: float | None = None
+    tokens: int | None = None
+    samples: int | None = None
+
+    @classmethod
+    def of(cls, step: object, loss: Any, tokens: object = None, samples: object = None) -> Counts:
+        """Takes numbers of NumPy and torch, too; raises `UsageError` for what is no number."""
+        try:
+            loss = None if loss is None else float(loss)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise UsageError(f"loss is {_shown(loss)}: expected one number") from error
+        counts = [
+            None if value is None and name != "step" else _whole(name, value)
+            for name, value in (("step", step), ("tokens", tokens), ("samples", samples))
+        ]
+        return cls(counts[0] or 0, loss, *counts[1:])
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError as error:
+        raise UsageError(f"{name} is {_shown(value)}: expected a whole number") from error
+
+
+def _shown(value: object) -> str:
+    return f"{str(value)[:80]!r} ({type(value).__name__})"
+
+
 def check_seals(options: TrainOptions, requirements: Requirements) -> None:
     """Raise `UsageError` where the job would not resume from its own steps: nobody signs them.
 
@@ -130,6 +165,12 @@ class StepSave:
     ) -> None:
         self.number = number
         self.name = options.step_format.format(number)
+        named = step_name(self.name)
+        if named is None or named.number != number:
+            raise UsageError(
+                f"step {number} cannot be saved: no resume would recognize {self.name[:100]!r} as "
+                "that step"
+            )
         if store.folders is None:
             # An object store cannot rename existing objects, and an upload of an older attempt that
             # arrives late would replace them: each attempt writes under its own names.
