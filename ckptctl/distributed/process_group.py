@@ -79,7 +79,15 @@ class RankOutcome(Generic[T]):
             return cls(error=(CkptctlError, message, {"next_command": None}), raised=error)
 
     def __reduce__(self) -> tuple[type[RankOutcome[T]], tuple[object, object]]:
-        return type(self), (self.value, self.error)
+        error = self.error
+        if error is not None:
+            try:
+                pickle.dumps(error)
+            except Exception:  # noqa: BLE001 - a class or a field of the job's own code
+                kind, message, fields = error
+                known = {"next_command": fields.get("next_command"), "exit_code": kind.exit_code}
+                error = (CkptctlError, message, known)
+        return type(self), (self.value, error)
 
     def get(self, who: str = "") -> T:
         """The value. Raises the error again, with `who` (the rank) before its message."""

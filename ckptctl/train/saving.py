@@ -316,7 +316,11 @@ class StepSave:
                 self._check_token()
 
         self._group.from_first(check_still_held)
-        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+        failures: Mapping[int, Any] = getattr(error, "failures", {})
+        own, _ = failures.get(self._group.rank, (None, None))
+        if own is not None and not isinstance(own, Exception):
+            raise own  # Ctrl-C: a script that catches `SaveFailed` would train on
+        causes = [cause for cause, _ in failures.values()]
         for cause in causes:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 return cause
