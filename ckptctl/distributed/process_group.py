@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -388,6 +388,19 @@ def ranks_lost(error: BaseException) -> RanksLost:
         f"a rank of this job has ended, or did not answer in time ({first[:200]})",
         next_command="ckptctl classify LOG",
     )
+
+
+def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
+    """Raise what ended a rank, such as Ctrl-C, again there, and `RanksLost` on the others.
+
+    `failures` are those of torch's `CheckpointException`, which has them beside errors of the
+    checkpoint: an interruption is none, and no reason to take an older step.
+    """
+    ended = {rank: one for rank, (one, _) in failures.items() if not isinstance(one, Exception)}
+    if own_rank in ended:
+        raise ended[own_rank]
+    for rank, one in sorted(ended.items()):
+        raise RanksLost(f"rank {rank} was interrupted ({type(one).__name__})")
 
 
 @contextmanager

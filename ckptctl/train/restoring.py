@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
+from ckptctl.distributed.process_group import ProcessGroup, raise_interruption, ranks_lost
 from ckptctl.errors import (
     CkptctlError,
     LoadFailed,
@@ -504,6 +504,7 @@ def read_into(
             warnings.simplefilter("ignore")  # torch warns about a load without a process group
             load(state, storage_reader=reader, **group.dcp_arguments(load))
     except CheckpointException as error:  # not an Exception, so no other clause would catch it
+        raise_interruption(error.failures, group.rank)
         raise _meaning(error, opened.url) from error
     except RuntimeError as error:
         if group.size == 1:

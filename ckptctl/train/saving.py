@@ -15,7 +15,7 @@ from operator import index
 from typing import Any
 
 from ckptctl import __version__
-from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
+from ckptctl.distributed.process_group import ProcessGroup, raise_interruption, ranks_lost
 from ckptctl.errors import (
     AccessDenied,
     CkptctlError,
@@ -317,9 +317,7 @@ class StepSave:
 
         self._group.from_first(check_still_held)
         failures: Mapping[int, Any] = getattr(error, "failures", {})
-        own, _ = failures.get(self._group.rank, (None, None))
-        if own is not None and not isinstance(own, Exception):
-            raise own  # Ctrl-C: a script that catches `SaveFailed` would train on
+        raise_interruption(failures, self._group.rank)
         causes = [cause for cause, _ in failures.values()]
         for cause in causes:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):

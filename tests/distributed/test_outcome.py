@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from error_classes import every_error
 
-from ckptctl.distributed.process_group import RankOutcome, _raise
-from ckptctl.errors import CkptctlError, UsageError
+from ckptctl.distributed.process_group import RankOutcome, _raise, raise_interruption
+from ckptctl.errors import CkptctlError, RanksLost, UsageError
 
 pytestmark = pytest.mark.torch
 
@@ -39,3 +39,12 @@ def test_an_error_that_cannot_be_sent_arrives_with_its_message_and_exit_code():
         with pytest.raises(CkptctlError, match="rank 3 on a: full") as caught:
             pickle.loads(sent).get("rank 3 on a: ")
         assert (caught.value.exit_code, caught.value.next_command) == (2, error.next_command)
+
+
+def test_an_interruption_is_raised_on_its_rank_and_ends_the_others():
+    failures = {0: (ValueError("a"), None), 2: (KeyboardInterrupt(), None)}
+    with pytest.raises(KeyboardInterrupt):
+        raise_interruption(failures, 2)
+    with pytest.raises(RanksLost, match=r"rank 2 was interrupted \(KeyboardInterrupt\)"):
+        raise_interruption(failures, 0)
+    raise_interruption({0: failures[0]}, 0)

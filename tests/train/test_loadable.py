@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import uuid
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -306,3 +308,24 @@ def test_ctrl_c_in_a_save_is_no_failed_save(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         ckpt.save(1)
     ckpt.close()
+
+
+def interrupt_a_read(frame: FrameType, _event: str, _argument: Any) -> None:
+    if frame.f_code.co_name == "read_data":
+        sys.settrace(None)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_load_is_no_reason_to_take_an_older_step(tmp_path: Path):
+    with Checkpointer(str(tmp_path), model=torch.nn.Linear(4, 4), tell=print) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+        ckpt.save(2)
+    before = sys.gettrace()
+    sys.settrace(interrupt_a_read)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Checkpointer(str(tmp_path), model=torch.nn.Linear(4, 4), tell=print).resume()
+    finally:
+        sys.settrace(before)
+    assert ckptctl.pick(str(tmp_path)).step == 2
