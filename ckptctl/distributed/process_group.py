@@ -394,9 +394,14 @@ def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
     """Raise what ended a rank, such as Ctrl-C, again there, and `RanksLost` on the others.
 
     `failures` are those of torch's `CheckpointException`, which has them beside errors of the
-    checkpoint: an interruption is none, and no reason to take an older step.
+    checkpoint: an interruption is none, and no reason to take an older step. Nor is an exception
+    of the script's own, which a handler of a signal may raise at any moment.
     """
-    ended = {rank: one for rank, (one, _) in failures.items() if not isinstance(one, Exception)}
+    ended = {
+        rank: one
+        for rank, (one, _) in failures.items()
+        if not isinstance(one, Exception) or type(one).__module__ == "__main__"
+    }
     if own_rank in ended:
         raise ended[own_rank]
     for rank, one in sorted(ended.items()):

@@ -41,10 +41,18 @@ def test_an_error_that_cannot_be_sent_arrives_with_its_message_and_exit_code():
         assert (caught.value.exit_code, caught.value.next_command) == (2, error.next_command)
 
 
-def test_an_interruption_is_raised_on_its_rank_and_ends_the_others():
-    failures = {0: (ValueError("a"), None), 2: (KeyboardInterrupt(), None)}
-    with pytest.raises(KeyboardInterrupt):
+class Preempted(Exception):
+    """What the handler of a signal in a training script raises."""
+
+
+Preempted.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Preempted])
+def test_an_interruption_is_raised_on_its_rank_and_ends_the_others(kind):
+    failures = {0: (ValueError("a"), None), 2: (kind(), None)}
+    with pytest.raises(kind):
         raise_interruption(failures, 2)
-    with pytest.raises(RanksLost, match=r"rank 2 was interrupted \(KeyboardInterrupt\)"):
+    with pytest.raises(RanksLost, match=rf"rank 2 was interrupted \({kind.__name__}\)"):
         raise_interruption(failures, 0)
     raise_interruption({0: failures[0]}, 0)
