@@ -46,7 +46,7 @@ _BEFORE_S = 10.0
 _last: deque[dist.Work] = deque(maxlen=8)
 """The last collectives, also those that failed, which nothing else holds.
 
-A thread of gloo lets go of a collective soon after its end. Where it is the last that holds it, it
+A thread of gloo releases a collective soon after its end. Where it is the last that holds it, it
 frees the tensors, for which it needs the GIL, and in a process that ends meanwhile it ends with
 SIGABRT instead. Source: torch 2.13, `ProcessGroupGloo::runLoop`.
 """
