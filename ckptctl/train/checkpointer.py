@@ -307,7 +307,13 @@ class Checkpointer:
 
     def _counts(self, *given: Any) -> Counts:
         """The numbers of a save; an error of one rank is one of all."""
-        return self._job.group.on_all(lambda: Counts.of(*given))
+
+        def checked() -> Counts:
+            counts = Counts.of(*given)
+            counts.check_name(self._job.options.step_format)
+            return counts
+
+        return self._job.group.on_all(checked)
 
     def _not_saved(self, replay: Start, step: int) -> str:
         if replay.last is not None and step > replay.last:

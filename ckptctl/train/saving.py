@@ -104,6 +104,16 @@ class Counts:
     tokens: int | None = None
     samples: int | None = None
 
+    def check_name(self, step_format: str) -> None:
+        """Raise `UsageError` for a step of whose name no resume would read this number."""
+        name = step_format.format(self.step)
+        named = step_name(name)
+        if named is None or named.number != self.step:
+            raise UsageError(
+                f"step {self.step} cannot be saved: no resume would recognize {name[:100]!r} as "
+                "that step"
+            )
+
     @classmethod
     def of(cls, step: object, loss: Any, tokens: object = None, samples: object = None) -> Counts:
         """Takes numbers of NumPy and torch, too; raises `UsageError` for what is no number."""
@@ -165,12 +175,6 @@ class StepSave:
     ) -> None:
         self.number = number
         self.name = options.step_format.format(number)
-        named = step_name(self.name)
-        if named is None or named.number != number:
-            raise UsageError(
-                f"step {number} cannot be saved: no resume would recognize {self.name[:100]!r} as "
-                "that step"
-            )
         if store.folders is None:
             # An object store cannot rename existing objects, and an upload of an older attempt that
             # arrives late would replace them: each attempt writes under its own names.
