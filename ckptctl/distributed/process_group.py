@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,7 +79,15 @@ class RankOutcome(Generic[T]):
             return cls(error=(CkptctlError, message, {"next_command": None}), raised=error)
 
     def __reduce__(self) -> tuple[type[RankOutcome[T]], tuple[object, object]]:
-        return type(self), (self.value, self.error)
+        error = self.error
+        if error is not None:
+            try:
+                pickle.dumps(error)
+            except Exception:  # noqa: BLE001 - a class or a field of the job's own code
+                kind, message, fields = error
+                known = {"next_command": fields.get("next_command"), "exit_code": kind.exit_code}
+                error = (CkptctlError, message, known)
+        return type(self), (self.value, error)
 
     def get(self, who: str = "") -> T:
         """The value. Raises the error again, with `who` (the rank) before its message."""
@@ -380,6 +388,24 @@ def ranks_lost(error: BaseException) -> RanksLost:
         f"a rank of this job has ended, or did not answer in time ({first[:200]})",
         next_command="ckptctl classify LOG",
     )
+
+
+def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
+    """Raise what ended a rank, such as Ctrl-C, again there, and `RanksLost` on the others.
+
+    `failures` are those of torch's `CheckpointException`, which has them beside errors of the
+    checkpoint: an interruption is none, and no reason to take an older step. Nor is an exception
+    of the script's own, which a handler of a signal may raise at any moment.
+    """
+    ended = {
+        rank: one
+        for rank, (one, _) in failures.items()
+        if not isinstance(one, Exception) or type(one).__module__ == "__main__"
+    }
+    if own_rank in ended:
+        raise ended[own_rank]
+    for rank, one in sorted(ended.items()):
+        raise RanksLost(f"rank {rank} was interrupted ({type(one).__name__})")
 
 
 @contextmanager

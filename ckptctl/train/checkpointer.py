@@ -55,6 +55,7 @@ from ckptctl.train.restoring import Job, Start, Tell
 from ckptctl.train.resuming import Resume
 from ckptctl.train.samples import check_order
 from ckptctl.train.saving import (
+    Counts,
     Stager,
     StateToSave,
     StepSave,
@@ -174,6 +175,7 @@ class Checkpointer:
         self._attempt: RankAttempt | None = None
         self._replay: Start | None = None
         self._confirmed = False
+        self._closed = False
         self._flight: Future[None] | None = None
         self._retention: Retention | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
@@ -254,12 +256,13 @@ class Checkpointer:
         differs between ranks, `RanksLost`; older steps are never changed. A replay saves nothing,
         and raises `UsageError` after its last step.
         """
+        counts = self._counts(step, loss, tokens, samples)
         if self._replay is not None:
-            return self._not_saved(self._replay, step)
+            return self._not_saved(self._replay, counts.step)
         with self._stalled():
             self.flush()
-            one = self._next_save(step, self._job.group)
-            self._run(one, self._state(step, tokens, samples, loss), tokens, loss)
+            one = self._next_save(counts.step, self._job.group)
+            self._run(one, self._state(counts), counts)
             return one.url
 
     def save_async(
@@ -278,13 +281,14 @@ class Checkpointer:
         saves nothing itself. The step is complete and sealed once `flush` has
         returned. Costs one copy of this rank's state in memory, which the next save reuses.
         """
+        counts = self._counts(step, loss, tokens, samples)
         if self._replay is not None:
-            return self._not_saved(self._replay, step)
+            return self._not_saved(self._replay, counts.step)
         with self._stalled():
             self.flush()
-            one = self._next_save(step, self._later)
-            taken = self._state(step, tokens, samples, loss, self._stager.staged)
-            self._flight = self._pool.submit(self._run_later, one, taken, tokens, loss)
+            one = self._next_save(counts.step, self._later)
+            taken = self._state(counts, self._stager.staged)
+            self._flight = self._pool.submit(self._run_later, one, taken, counts)
             return one.url
 
     def flush(self) -> None:
@@ -300,6 +304,16 @@ class Checkpointer:
         finally:
             if self._retention is not None:
                 self._retention.wait()
+
+    def _counts(self, *given: Any) -> Counts:
+        """The numbers of a save; an error of one rank is one of all."""
+
+        def checked() -> Counts:
+            counts = Counts.of(*given)
+            counts.check_name(self._job.options.step_format)
+            return counts
+
+        return self._job.group.on_all(checked)
 
     def _not_saved(self, replay: Start, step: int) -> str:
         if replay.last is not None and step > replay.last:
@@ -325,30 +339,31 @@ class Checkpointer:
 
     def _next_save(self, step: int, group: ProcessGroup) -> StepSave:
         attempt = self._begun()
+        if self._closed:
+            raise UsageError(f"step {step} cannot be saved: close was called before")
+        requirements = self._job.selection.requirements
+        save = StepSave(self._save_store, group, step, attempt, self._job.options, requirements)
         if self._job.group.is_first and step > attempt.saved:
             attempt.record(SavingLine(step=step))
-        requirements = self._job.selection.requirements
-        return StepSave(self._save_store, group, step, attempt, self._job.options, requirements)
+        return save
 
     def _state(
         self,
-        step: int,
-        tokens: int | None,
-        samples: int | None,
-        loss: float | None,
+        counts: Counts,
         staged: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> StateToSave:
         """What is saved as `step`, compared over the ranks, and its state as `staged` returns it.
 
         An error of one rank is one of all, and so are lost weights.
         """
+        step, samples = counts.step, counts.samples
         if samples is None and self._job.parts.has_global_loader:
             samples = self._job.parts.dataloader.position
         progress = {"step": step, "seed": self._job.options.seed}
-        progress |= {} if tokens is None else {"tokens": tokens}
+        progress |= {} if counts.tokens is None else {"tokens": counts.tokens}
         progress |= {} if samples is None else {"samples": samples}
         attempt = self._begun()
-        loss, saved = attempt.loss if loss is None else loss, attempt.saved
+        loss, saved = attempt.loss if counts.loss is None else counts.loss, attempt.saved
         parts = self._job.parts
         group, per_rank = self._job.group, tuple(self._job.options.per_rank)
 
@@ -381,23 +396,17 @@ class Checkpointer:
         state = taken.state if staged is None else group.on_all(lambda: staged(taken.state))
         return replace(taken, state=state, lost=lost, went_well=went_well, data=data)
 
-    def _run_later(self, one: StepSave, *about: Any) -> None:
+    def _run_later(self, one: StepSave, taken: StateToSave, counts: Counts) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
         report_saving(one.number)
         try:
-            self._run(one, *about)
+            self._run(one, taken, counts)
         finally:
             report_saving(None)
 
-    def _run(
-        self,
-        one: StepSave,
-        taken: StateToSave,
-        tokens: int | None,
-        loss: float | None,
-    ) -> None:
+    def _run(self, one: StepSave, taken: StateToSave, counts: Counts) -> None:
         """Save, record it, and start to remove older steps."""
-        began_s = time.monotonic()
+        began_s, loss = time.monotonic(), counts.loss
         one.run(taken)
         attempt = self._begun()
         attempt.saved = one.number
@@ -414,7 +423,7 @@ class Checkpointer:
             SavedLine(
                 step=one.number,
                 path=one.url,
-                tokens=tokens,
+                tokens=counts.tokens,
                 loss=loss if loss is not None and math.isfinite(loss) else None,
                 took_s=round(time.monotonic() - began_s, 3),
                 moved_aside=one.moved_aside,
@@ -472,11 +481,12 @@ class Checkpointer:
         resume reads from it how soon a failure followed the loaded step. Under `ckptctl run` it
         is the heartbeat of this rank, too.
         """
-        heartbeat("step", step=step)
+        counts = Counts.of(step, loss)
+        heartbeat("step", step=counts.step)
         if self._data_ledger is not None:
-            self._data_ledger.note(step)
+            self._data_ledger.note(counts.step)
         if self._replay is None:
-            self._begun().note(step, loss)
+            self._begun().note(counts.step, counts.loss)
 
     def failed(self, evidence: str) -> None:
         """Record that this attempt failed at the current step; only the first call counts.
@@ -528,6 +538,7 @@ class Checkpointer:
         self._leave("exit")
 
     def _leave(self, how: str) -> None:
+        self._closed = True
         heartbeat("outside")
         _open.get(os.getpid(), set()).discard(self)
         self._pool.shutdown(wait=False)

@@ -42,7 +42,7 @@ from ckptctl.errors import UsageError
 from ckptctl.formats.archive.writing import WRITABLE
 from ckptctl.records.slices import row_major
 from ckptctl.storage.in_flight import act_in_flight
-from ckptctl.train.rank_names import Path, matches, name_by_rank, short_name, unit_of
+from ckptctl.train.rank_names import Path, matches, name_by_rank, rank_in, short_name, unit_of
 from ckptctl.train.state import local_tensors
 from ckptctl.train.tensor_copy import elements_of, is_plain, memory_of, parts_of
 
@@ -98,6 +98,9 @@ class HeldOnce:
         group: ProcessGroup,
     ) -> None:
         flat, paths = flatten_state_dict(state)
+        taken = next((name for name in flat if rank_in(name) is not None), None)
+        if taken is not None:
+            raise UsageError(f"{taken} has the form of a name of one rank's own state: rename it")
         units = {unit_of(path) for path in paths.values()} - {None} if per_rank else set()
         own = {unit for unit in units if unit and any(matches(unit, one) for one in per_rank)}
         # Each rank saves its shards anyway, under the name that they have together.

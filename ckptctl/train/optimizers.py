@@ -183,7 +183,10 @@ def fit_state(optimizer: Mapping[str, Any], saved: Metadata, *, formless: bool) 
         held.update((fqn, dict.fromkeys(names)) for fqn, names in there.items())
     if held.keys() & there.keys() or (same and not there):
         for fqn in held.keys() - {plain_name(str(fqn)) for fqn in there}:
-            held[fqn] = {}
+            if held[fqn]:
+                held[fqn] = {}
+            else:  # an optimizer that keeps no state, as SGD without momentum, lacks none
+                del held[fqn]
     for fqn, names in there.items() if same else ():
         state = held.get(fqn, {})
         for name, form in names.items() if names.keys() == _named(state) else ():

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
+from ckptctl.distributed.process_group import ProcessGroup, raise_interruption, ranks_lost
 from ckptctl.errors import (
     CkptctlError,
     LoadFailed,
@@ -60,7 +60,7 @@ from ckptctl.train.state import (
     PLAIN,
     Parts,
     RankPosition,
-    check_has_memory,
+    check_can_be_written,
     joined,
     loader_generator,
     local_tensors,
@@ -504,6 +504,7 @@ def read_into(
             warnings.simplefilter("ignore")  # torch warns about a load without a process group
             load(state, storage_reader=reader, **group.dcp_arguments(load))
     except CheckpointException as error:  # not an Exception, so no other clause would catch it
+        raise_interruption(error.failures, group.rank)
         raise _meaning(error, opened.url) from error
     except RuntimeError as error:
         if group.size == 1:
@@ -692,7 +693,7 @@ class LoadTarget:
                 )
         for name, tensor in self._tensors():
             for local in local_tensors(tensor):
-                _check_can_be_written(name, local)
+                check_can_be_written(name, local)
             entry = self._saved.tensors.get(name)
             if entry is not None and entry.shape != tuple(tensor.shape):
                 differing.append(
@@ -729,18 +730,6 @@ def _key(container: Any, part: str | int) -> Any:
     if not isinstance(container, dict) or part in container:
         return part
     return next((key for key in container if str(key) == part), part)
-
-
-def _check_can_be_written(name: str, tensor: Any) -> None:
-    """Raise `UsageError` for a tensor without memory, or of which elements share their memory."""
-    check_has_memory(name, tensor)
-    is_strided = str(tensor.layout) == "torch.strided"
-    steps = zip(tensor.shape, tensor.stride(), strict=True) if is_strided else ()
-    if tensor.numel() and any(n > 1 and step == 0 for n, step in steps):
-        raise UsageError(
-            f"{name} is an expanded view, whose elements share their memory, so it cannot be "
-            "loaded into: clone() it, or register it with persistent=False"
-        )
 
 
 def kinds_in(saved: Metadata) -> frozenset[str]:

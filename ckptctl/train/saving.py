@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from ckptctl import __version__
-from ckptctl.distributed.process_group import ProcessGroup, ranks_lost
+from ckptctl.distributed.process_group import ProcessGroup, raise_interruption, ranks_lost
 from ckptctl.errors import (
     AccessDenied,
     CkptctlError,
@@ -92,6 +93,50 @@ def check_step_format(step_format: str) -> None:
             f"{step_format!r} makes names such as {name!r}, which are not recognized as steps; "
             "the usual format is 'step_{}'"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The numbers that a script gives to `save` or `note`, as plain ones of Python."""
+
+    step: int
+    loss: float | None = None
+    tokens: int | None = None
+    samples: int | None = None
+
+    def check_name(self, step_format: str) -> None:
+        """Raise `UsageError` for a step of whose name no resume would read this number."""
+        name = step_format.format(self.step)
+        named = step_name(name)
+        if named is None or named.number != self.step:
+            raise UsageError(
+                f"step {self.step} cannot be saved: no resume would recognize {name[:100]!r} as "
+                "that step"
+            )
+
+    @classmethod
+    def of(cls, step: object, loss: Any, tokens: object = None, samples: object = None) -> Counts:
+        """Takes numbers of NumPy and torch, too; raises `UsageError` for what is no number."""
+        try:
+            loss = None if loss is None else float(loss)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise UsageError(f"loss is {_shown(loss)}: expected one number") from error
+        counts = [
+            None if value is None and name != "step" else _whole(name, value)
+            for name, value in (("step", step), ("tokens", tokens), ("samples", samples))
+        ]
+        return cls(counts[0] or 0, loss, *counts[1:])
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError as error:
+        raise UsageError(f"{name} is {_shown(value)}: expected a whole number") from error
+
+
+def _shown(value: object) -> str:
+    return f"{str(value)[:80]!r} ({type(value).__name__})"
 
 
 def check_seals(options: TrainOptions, requirements: Requirements) -> None:
@@ -275,7 +320,9 @@ class StepSave:
                 self._check_token()
 
         self._group.from_first(check_still_held)
-        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+        failures: Mapping[int, Any] = getattr(error, "failures", {})
+        raise_interruption(failures, self._group.rank)
+        causes = [cause for cause, _ in failures.values()]
         for cause in causes:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 return cause

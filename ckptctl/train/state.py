@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
     elif parts.dataloader is not None:
         state["dataloader"] = {position.data_key: _kept(parts.dataloader.state_dict())}
     for name, one in parts.extra.items():
-        values, tensors = split(one.state_dict())
+        values, tensors = split(one.state_dict(), name)
         state.setdefault("extra", {})[name] = _kept(values)
         if tensors:
             state.setdefault("extra_tensors", {})[name] = tensors
@@ -244,14 +245,24 @@ TENSOR = "ckptctl: tensor"
 """The key of what stands for a tensor in the values of an `extra`."""
 
 
-def split(state: Any) -> tuple[Any, dict[str, Any]]:
-    """The values of a state with names in place of its tensors, and the tensors by name.
+def split(state: Any, part: str) -> tuple[Any, dict[str, Any]]:
+    """The values of an `extra` with names in place of its tensors, and the tensors by name.
 
     The tensors are entries of their own, and can be sharded. DCP would split the values as well:
-    it turns the keys of a dict into text, and loses what is empty.
+    it turns the keys of a dict into text, and loses what is empty. Raises `UsageError` for a state
+    that would not be loaded as it is.
     """
     tensors: dict[str, Any] = {}
-    return _without_tensors(state, "", tensors), tensors
+    try:
+        return _without_tensors(state, "", tensors), tensors
+    except RecursionError as error:
+        raise UsageError(f"extra {part} contains itself, or is nested too deep") from error
+    except _NotKept as error:
+        raise UsageError(f"extra {part} has {error}") from error
+
+
+class _NotKept(Exception):
+    """What a state has that could not be loaded as it was."""
 
 
 def _without_tensors(value: Any, name: str, tensors: dict[str, Any]) -> Any:
@@ -259,7 +270,7 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, Any]) -> Any:
 
     if isinstance(value, torch.Tensor):
         if name in tensors:
-            raise UsageError(f"two tensors of an extra state have the name {name!r}; rename one")
+            raise _NotKept(f"two tensors of the name {name!r}: rename one")
         tensors[name] = value
         return {TENSOR: name}
     n_before = len(tensors)
@@ -274,7 +285,16 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, Any]) -> Any:
             _without_tensors(one, f"{name}{dot}{key}", tensors) for key, one in enumerate(value)
         ]
         copied = tuple(items) if isinstance(value, tuple) else items
-    return value if len(tensors) == n_before else copied
+    if len(tensors) == n_before:
+        return value
+    is_plain = type(value) in (dict, OrderedDict, list, tuple)
+    if not is_plain or (isinstance(value, Mapping) and TENSOR in value):
+        kind = type(value).__name__
+        raise _NotKept(
+            f"a {kind} with tensors in it ({name or 'the state itself'}), which would be loaded as "
+            f"another value: return a plain dict, list or tuple"
+        )
+    return OrderedDict(copied) if type(value) is OrderedDict else copied
 
 
 def joined(values: Any, tensors: Mapping[str, Any]) -> Any:
@@ -284,7 +304,8 @@ def joined(values: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(values, Mapping):
         if values.keys() == {TENSOR}:
             return tensors[values[TENSOR]]
-        return {key: joined(one, tensors) for key, one in values.items()}
+        found = {key: joined(one, tensors) for key, one in values.items()}
+        return OrderedDict(found) if type(values) is OrderedDict else found
     if isinstance(values, list | tuple):
         return type(values)([joined(one, tensors) for one in values])
     return values
@@ -305,6 +326,8 @@ def check_readable(state: Mapping[str, Any]) -> None:
             if isinstance(leaf, torch.Tensor):
                 for tensor in local_tensors(leaf):
                     _check_tensor(fqn, tensor)
+                    if name == "model":  # an `extra` takes what is loaded
+                        check_can_be_written(fqn, tensor)
             elif leaf is not None and type(leaf) not in (bool, int, float, str):
                 _check_value(fqn, leaf)
 
@@ -360,6 +383,23 @@ def check_has_memory(name: str, tensor: Any) -> None:
         raise UsageError(
             f"{name} is on the meta device, which has no memory: materialize the model before "
             "resume() and save(), as with model.to_empty(device=...)"
+        )
+
+
+def shares_elements(tensor: Any) -> bool:
+    """Whether elements of a tensor share their memory, as those of an expanded view do."""
+    if str(tensor.layout) != "torch.strided" or not tensor.numel():
+        return False
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def check_can_be_written(name: str, tensor: Any) -> None:
+    """Raise `UsageError` for a tensor without memory, or of which elements share their memory."""
+    check_has_memory(name, tensor)
+    if shares_elements(tensor):
+        raise UsageError(
+            f"{name} is an expanded view, whose elements share their memory, so it cannot be "
+            "loaded into: clone() it, or register it with persistent=False"
         )
 
 
@@ -437,7 +477,7 @@ def _extra_tensors(name: str, part: Stateful, saved: Metadata) -> dict[str, Any]
     """
     import torch
 
-    _, tensors = split(part.state_dict())
+    _, tensors = split(part.state_dict(), name)
     if isinstance(part, torch.optim.Optimizer):  # a parameter without a gradient so far has none
         start = f"extra_tensors.{name}."
         tensors = {key: one for key, one in tensors.items() if start + key in saved.tensors}
@@ -448,7 +488,11 @@ def _extra_tensors(name: str, part: Stateful, saved: Metadata) -> dict[str, Any]
         if rank_in(key) is not None:
             continue  # that of another rank
         own = tensors.get(key)
-        if own is None or (tuple(own.shape), own.dtype) != (entry.shape, dtype):
+        if (
+            own is None
+            or (tuple(own.shape), own.dtype) != (entry.shape, dtype)
+            or shares_elements(own)
+        ):
             tensors[key] = torch.empty(entry.shape, dtype=dtype)
     return tensors
 

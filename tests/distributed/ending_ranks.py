@@ -1,4 +1,4 @@
-"""Pairs of ranks that end right after a collective, while a thread of gloo still holds it.
+"""Pairs of ranks that end right after a collective, while a thread of gloo has not released it.
 
 ending_ranks.py FOLDER N_PAIRS [lost]: prints the exit codes that are not 0; with `lost` rank 1 ends
 before the collective, and rank 0 has to end with 75. The interval between two switches of threads

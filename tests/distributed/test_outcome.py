@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from functools import partial
 
 import pytest
 from error_classes import every_error
 
-from ckptctl.distributed.process_group import RankOutcome
+from ckptctl.distributed.process_group import RankOutcome, _raise, raise_interruption
+from ckptctl.errors import CkptctlError, RanksLost, UsageError
 
 pytestmark = pytest.mark.torch
 
@@ -24,3 +27,32 @@ def test_an_error_of_any_class_is_raised_again_with_its_fields():
         assert caught.value.message == "rank 3 on a: full"
         assert vars(caught.value)["extra"] == 7
         assert caught.value.next_command == "ckptctl explain 1"
+
+
+def test_an_error_that_cannot_be_sent_arrives_with_its_message_and_exit_code():
+    class OfTheJob(UsageError):
+        pass
+
+    for error in (OfTheJob("full", next_command="ckptctl scan a"), UsageError("full")):
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        sent = pickle.dumps(RankOutcome.of(partial(_raise, error)))
+        with pytest.raises(CkptctlError, match="rank 3 on a: full") as caught:
+            pickle.loads(sent).get("rank 3 on a: ")
+        assert (caught.value.exit_code, caught.value.next_command) == (2, error.next_command)
+
+
+class Preempted(Exception):
+    """What the handler of a signal in a training script raises."""
+
+
+Preempted.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Preempted])
+def test_an_interruption_is_raised_on_its_rank_and_ends_the_others(kind):
+    failures = {0: (ValueError("a"), None), 2: (kind(), None)}
+    with pytest.raises(kind):
+        raise_interruption(failures, 2)
+    with pytest.raises(RanksLost, match=rf"rank 2 was interrupted \({kind.__name__}\)"):
+        raise_interruption(failures, 0)
+    raise_interruption({0: failures[0]}, 0)

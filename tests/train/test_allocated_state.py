@@ -493,3 +493,17 @@ def test_state_of_another_dtype_than_its_parameter_is_restored_as_it_was_saved(
     unbroken = run(4, tmp_path / "unbroken")
     run(2, tmp_path / "run")
     assert run(4, tmp_path / "run") == unbroken
+
+
+def test_an_optimizer_that_keeps_no_state_lacks_none(tmp_path: Path):
+    said: list[str] = []
+    for _ in range(2):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        root = str(tmp_path / "run")
+        with Checkpointer(root, model=model, optimizer=optimizer, tell=said.append) as ckpt:
+            step = ckpt.resume().step + 1
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpt.save(step)
+    assert not [line for line in said if "no optimizer state" in line]

@@ -981,3 +981,44 @@ def test_a_job_that_is_killed_while_it_saves_lost_weights_leaves_no_step_that_is
     assert (report.exit_code, report.seal is None) == (27, moment == "seal")
     with pytest.raises(NothingToResume):
         resolve("auto", str(tmp_path / "run"))
+
+
+def one_layer(root: object) -> Checkpointer:
+    ckpt = Checkpointer(str(root), model=torch.nn.Linear(2, 2), tell=lambda _: None)
+    ckpt.resume()
+    return ckpt
+
+
+@pytest.mark.parametrize("step", [2.0, 1.5, "7", None, 2**63, 10**30, torch.tensor(1.0)])
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_a_step_that_no_resume_would_find_is_refused(tmp_path, step, save):
+    ckpt = one_layer(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"step is .* a whole number|no resume would recognize"):
+        getattr(ckpt, save)(step)
+    ckpt.close()
+    assert not list((tmp_path / "run").glob("step_*"))
+
+
+@pytest.mark.parametrize("given", [{"tokens": "x"}, {"samples": 1.5}, {"loss": "x"}, {"loss": 1j}])
+def test_a_count_or_loss_that_is_no_number_is_refused(tmp_path, given):
+    ckpt = one_layer(tmp_path / "run")
+    with pytest.raises(UsageError, match=f"{next(iter(given))} is .*: expected"):
+        ckpt.save(1, **given)
+    ckpt.close()
+
+
+def test_numbers_of_numpy_and_torch_are_those_of_python(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    with one_layer(tmp_path / "run") as ckpt:
+        ckpt.note(numpy.int64(1), loss=torch.tensor(2.5))
+        ckpt.save(numpy.int64(1), tokens=torch.tensor(8), loss=numpy.float32(2.5))
+    start = Checkpointer(str(tmp_path / "run"), model=torch.nn.Linear(2, 2)).resume()
+    assert (start.step, start.tokens) == (1, 8)
+
+
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_nothing_is_saved_after_close(tmp_path, save):
+    ckpt = one_layer(tmp_path / "run")
+    ckpt.close()
+    with pytest.raises(UsageError, match="close was called before"):
+        getattr(ckpt, save)(1)

@@ -412,8 +412,8 @@ def test_an_extra_gets_its_state_in_the_form_in_which_it_was_saved(
     held = {key: value for key, value in shapes[before].items() if key in state}
     counter = Counter(held)
     resumed(tmp_path / "run", job(extra={"counter": counter}))
-    assert split(counter.state)[0] == split(state)[0]
-    ours, theirs = split(counter.state)[1], split(state)[1]
+    assert split(counter.state, "counter")[0] == split(state, "counter")[0]
+    ours, theirs = (split(one, "counter")[1] for one in (counter.state, state))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -517,9 +517,9 @@ def test_a_value_that_an_object_does_not_load_is_refused_by_its_name(
 
 
 def test_two_tensors_of_an_extra_with_one_name_are_refused():
-    with pytest.raises(UsageError, match=r"have the name 'a\.b'"):
-        split({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
-    assert joined(*split({"a": 1})) == {"a": 1}
+    with pytest.raises(UsageError, match=r"extra meter has two tensors of the name 'a\.b'"):
+        split({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "meter")
+    assert joined(*split({"a": 1}, "meter")) == {"a": 1}
 
 
 def test_an_extra_that_does_not_accept_its_state_is_of_another_model(tmp_path: Path):

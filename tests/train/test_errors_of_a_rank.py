@@ -62,3 +62,29 @@ def test_all_ranks_raise_what_one_raises_and_can_save_again(tmp_path: Path):
             else:
                 assert lines[i].startswith("CkptctlError rank 1 on "), lines
                 assert lines[i].endswith("ValueError: the cursor is lost"), lines
+
+
+NUMBERS = """
+import torch
+from ckptctl.train import Checkpointer
+
+ckpt = Checkpointer(os.environ["ROOT"], model=torch.nn.Linear(2, 2), tell=lambda _: None)
+ckpt.resume()
+for given in (2.0, 2**63):
+    try:
+        ckpt.save(given if rank else 5)
+    except Exception as error:
+        say(type(error).__name__, error)
+say(os.path.basename(ckpt.save(6)))
+ckpt.close()
+"""
+
+
+def test_a_step_that_one_rank_states_wrongly_is_refused_on_all(tmp_path: Path):
+    with ranks(NUMBERS, 2, tmp_path, ROOT=str(tmp_path / "run")) as started:
+        said = [lines for _, lines, _ in ends(started)]
+    for whole, named, saved in said:
+        assert whole.startswith("UsageError rank 1 on ")
+        assert "expected a whole number" in whole
+        assert "no resume would recognize" in named
+        assert saved == "step_6"

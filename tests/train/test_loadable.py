@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import uuid
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -218,3 +222,110 @@ def test_the_timeout_of_a_checkpointer_reaches_the_load(
         later.resume()
     released.set()
     later.die()
+
+
+class Held:
+    """A state of a script, as it gives it and gets it back."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+Pair = namedtuple("Pair", "mean count")
+ONES = torch.ones(2)
+
+
+def containing_itself() -> list[Any]:
+    state: list[Any] = [ONES]
+    state.append(state)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ({"a": Pair(ONES, 1)}, r"a Pair with tensors in it \(a\)"),
+        (defaultdict(list, a=[ONES]), "a defaultdict with tensors in it"),
+        ({"a": {"ckptctl: tensor": "b"}, "b": {"ckptctl: tensor": ONES}}, "a dict with tensors"),
+        ({1: ONES, "1": ONES}, "two tensors of the name '1'"),
+        (containing_itself(), "contains itself"),
+        ({"a@rank_1": ONES}, "name of one rank's own state"),
+    ],
+    ids=["named tuple", "default dict", "marker", "two names", "circle", "name of a rank"],
+)
+def test_an_extra_that_would_load_as_another_value_is_refused(tmp_path: Path, state: Any, why: str):
+    with Checkpointer(str(tmp_path), extra={"meter": Held(state)}, tell=print) as ckpt:
+        ckpt.resume()
+        with pytest.raises(UsageError, match=why):
+            ckpt.save(1)
+    assert not list(tmp_path.glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [OrderedDict(b=torch.ones(2), a=1), {"a": (torch.ones(2), [1])}, torch.ones(1).expand(5)],
+    ids=["ordered dict", "nested", "expanded"],
+)
+def test_an_extra_loads_as_it_was(tmp_path: Path, state: Any):
+    with Checkpointer(str(tmp_path), extra={"meter": Held(state)}, tell=print) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+    held = Held(state)
+    Checkpointer(str(tmp_path), extra={"meter": held}, tell=print).resume()
+    assert repr(held.state) == repr(state)
+    assert held.state is not state
+
+
+def test_a_buffer_that_could_not_be_loaded_into_is_refused_when_it_is_saved(tmp_path: Path):
+    model = model_with(torch.ones(1).expand(3))
+    with Checkpointer(str(tmp_path), model=model, tell=print) as ckpt:
+        ckpt.resume()
+        with pytest.raises(UsageError, match=r"model\.table is an expanded view"):
+            ckpt.save(1)
+
+
+class Interrupted:
+    """A value that is written when Ctrl-C is pressed."""
+
+    n_read = 0
+
+    def __reduce__(self) -> Any:
+        self.n_read += 1
+        if self.n_read > 1:  # the first is the check of whether it could be loaded
+            raise KeyboardInterrupt
+        return Fraction, (1, 2)
+
+
+def test_ctrl_c_in_a_save_is_no_failed_save(tmp_path: Path):
+    ckpt = Checkpointer(str(tmp_path), extra={"meter": Held([Interrupted()])}, tell=print)
+    ckpt.resume()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(1)
+    ckpt.close()
+
+
+def interrupt_a_read(frame: FrameType, _event: str, _argument: Any) -> None:
+    if frame.f_code.co_name == "read_data":
+        sys.settrace(None)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_load_is_no_reason_to_take_an_older_step(tmp_path: Path):
+    with Checkpointer(str(tmp_path), model=torch.nn.Linear(4, 4), tell=print) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+        ckpt.save(2)
+    before = sys.gettrace()
+    sys.settrace(interrupt_a_read)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Checkpointer(str(tmp_path), model=torch.nn.Linear(4, 4), tell=print).resume()
+    finally:
+        sys.settrace(before)
+    assert ckptctl.pick(str(tmp_path)).step == 2
