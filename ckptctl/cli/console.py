@@ -232,7 +232,7 @@ def _columns(*, unicode: bool) -> list[ProgressColumn]:
             cut: OverflowMethod = "ellipsis" if unicode else "crop"
             return Text(safe(message), no_wrap=True, overflow=cut)
 
-    class Counts(ProgressColumn):
+    class ShareColumn(ProgressColumn):
         """The share, and of bytes their number and rate."""
 
         def render(self, task: Task) -> Text:
@@ -266,6 +266,6 @@ def _columns(*, unicode: bool) -> list[ProgressColumn]:
         SpinnerColumn("dots" if unicode else "line", style=_STYLES["code"], table_column=fixed()),
         Message(),
         Bar(bar_width=_BAR_CELLS, complete_style=_STYLES["good"], table_column=fixed()),
-        Counts(table_column=fixed()),
+        ShareColumn(table_column=fixed()),
         Time(table_column=fixed()),
     ]
