@@ -44,12 +44,14 @@ _MEET_EVERY_S = 1.0
 _BEFORE_S = 10.0
 """How long a store of an earlier command of the same job step may still answer."""
 _last: deque[dist.Work] = deque(maxlen=8)
-"""The last collectives, also those that failed, which nothing else holds.
+"""The last small collectives, also those that failed, which nothing else holds.
 
 A thread of gloo releases a collective soon after its end. Where it is the last that holds it, it
 frees the tensors, for which it needs the GIL, and in a process that ends meanwhile it ends with
 SIGABRT instead. Source: torch 2.13, `ProcessGroupGloo::runLoop`.
 """
+_MAX_HELD_BYTES = 1 << 20
+"""The memory of a large one is not held: what ranks exchange last is small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,8 @@ class ProcessGroup:
         padded = torch.nn.functional.pad(own, (0, most - len(own)))
         found = torch.empty(self.size, most, dtype=torch.uint8, device=self._device)
         self._communicate(
-            lambda: dist.all_gather([*found.unbind()], padded, self.handle, async_op=True)
+            lambda: dist.all_gather([*found.unbind()], padded, self.handle, async_op=True),
+            n_bytes=found.numel(),
         )
         return tuple(map(_unpacked, found.unbind(), n_bytes))
 
@@ -197,7 +200,9 @@ class ProcessGroup:
         self._communicate(lambda: dist.broadcast(size, 0, self.handle, async_op=True))
         if not self.is_first:
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self._communicate(lambda: dist.broadcast(data, 0, self.handle, async_op=True))
+        self._communicate(
+            lambda: dist.broadcast(data, 0, self.handle, async_op=True), n_bytes=len(data)
+        )
         return _unpacked(data, len(data)) if not self.is_first else value
 
     def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:
@@ -241,14 +246,14 @@ class ProcessGroup:
         # A bytearray, because torch warns of tensors over memory that must not be written to.
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         for rank in ranks:
-            self._communicate(partial(dist.isend, sent, rank, self.handle))
+            self._communicate(partial(dist.isend, sent, rank, self.handle), n_bytes=len(data))
 
     def _received(self, source: int, n_bytes: int) -> bytes:
         import torch
         import torch.distributed as dist
 
         received = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
-        self._communicate(lambda: dist.irecv(received, source, self.handle))
+        self._communicate(lambda: dist.irecv(received, source, self.handle), n_bytes=n_bytes)
         return bytes(received.cpu().numpy().data)
 
     def most(self, *numbers: int) -> tuple[int, ...]:
@@ -351,12 +356,16 @@ class ProcessGroup:
             self._on_progress(done, total)
         return n_done, n_failed
 
-    def _communicate(self, start: Callable[[], dist.Work | None]) -> None:
-        """Start a collective, which is None on a rank that is not in the group, and await it."""
+    def _communicate(self, start: Callable[[], dist.Work | None], *, n_bytes: int = 0) -> None:
+        """Start a collective, which is None on a rank that is not in the group, and await it.
+
+        `n_bytes` are those of its tensors, where they may be many.
+        """
         try:
             work = start()
             if work is not None:
-                _last.append(work)
+                if n_bytes <= _MAX_HELD_BYTES:
+                    _last.append(work)
                 work.wait()
         except RuntimeError as error:  # torch raises these for a lost peer and for a timeout
             raise ranks_lost(error) from error

@@ -24,10 +24,18 @@ import msgspec
 from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
-from ckptctl.formats.families import key_of, kind_key, named_families
+from ckptctl.formats.families import key_of, named_families
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.manifest import MANIFEST, Manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
+from ckptctl.inspection.family_tensors import (
+    are_copies,
+    is_redistributed,
+    ranks_inside,
+    resized_in_part,
+    shapes_by_key,
+    sizes_in_families,
+)
 from ckptctl.inspection.file_kinds import (
     SIMILAR,
     ComparedStep,
@@ -40,25 +48,17 @@ from ckptctl.inspection.file_kinds import (
     open_families,
     open_words,
 )
-from ckptctl.inspection.identity import path_then
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, ranks_in, several_worlds
 from ckptctl.inspection.shape import empty_file, missing_file
 from ckptctl.inspection.sidecars import (
     TensorSizes,
-    checksums_in,
-    leaves_at,
     split_tensors,
-    tensor_sizes,
 )
 from ckptctl.model import SHARDED, Family, Level, Part, PartFormat, Step
 
 MAX_COMPARED = 2
 """So many steps on each side are compared until one decides."""
-
-
-_COUNTS_OF_RANKS = frozenset({"world_size", "num_ranks", "n_ranks", "num_processes", "nprocs"})
-"""Keys of the number of ranks in a saved state."""
 
 
 class Wholeness(msgspec.Struct, frozen=True):
@@ -197,7 +197,7 @@ def _check_families(
         by = _known_or_beside(compared)
         words = None if by else _only_words(opened, saved_world_size)
         return Wholeness(by=by) if words is None else Wholeness((words,))
-    mixed = _mixed(opened.step, families) or _resized_in_part(compared, families)
+    mixed = _mixed(opened.step, families) or resized_in_part(compared, families)
     if mixed is not None:
         return Wholeness((mixed,))
     numbered = [family for family in families if family.is_numbered]
@@ -345,87 +345,6 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
         return None
     sizes_of_key = [family.n_files for family in several]
     return several_worlds(step, several[0].example, several[0].key, sizes_of_key)
-
-
-def _resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
-    """The finding for a save by other ranks over a step of which files of the first are left.
-
-    Two files of a kind were as large as each other in the nearest step. One still is, the other is
-    not, and most of its tensors have another shape or are new. Together the files hold more of the
-    optimizer than then: parts of it are there twice. In a save by other ranks alone all change.
-
-    Cost: the listing of the nearest step; where sizes of files show this, the pickles of both.
-    """
-    opened, keys = compared.opened, {family.key for family in families if family.n_present > 1}
-    for other in steps_beside(opened, 1) if keys else ():
-        pairs = _resized_beside(opened, other, keys)
-        held = [family for family in families if family.key in pairs]
-        now, then = (_elements_by_key(one, held, ("optimizer",)) for one in (opened, other))
-        weights = [
-            sum(_elements_by_key(one, families if pairs else (), ("model",)).values())
-            for one in (opened, other)
-        ]
-        # Of a pipeline, a stage of other ranks holds other layers; a moment may come later.
-        counts_new = weights[0] > SIMILAR * weights[1]
-        for key in sorted(now.keys() & then.keys()):
-            path, same = pairs[key]
-            if now[key] > SIMILAR * then[key] and _is_of_other_parts(
-                opened, path, other, counts_new=counts_new
-            ):
-                return Finding(
-                    "state.mixed",
-                    path,
-                    f"{path} holds other parts of the tensors than in {other.name}, and {same} "
-                    "those that it held there: files of two saves, by different numbers of ranks, "
-                    "lie in one folder",
-                    next_command=command_line("show", opened.url),
-                )
-    return None
-
-
-def _resized_beside(
-    opened: OpenStep, other: OpenStep, keys: Collection[str]
-) -> Mapping[str, tuple[str, str]]:
-    """By key a file of another size than in another step, and one of the same size as there."""
-    sizes = {file.path: file.size for file in other.files}
-    files: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
-    for file in opened.files:
-        key = key_of(file.path)
-        if file.kind == "file" and key in keys:
-            then = sizes.get(path_then(opened, other, file.path, other.step.number or 0))
-            if then:
-                files[key].append((file.path, file.size, then))
-    pairs: dict[str, tuple[str, str]] = {}
-    for key, of_key in files.items():
-        resized = next((one for one in of_key if not are_alike(one[1], one[2])), None)
-        if resized is not None:
-            same = (p for p, now, then in of_key if are_alike(now, then))
-            alike = {p for p, _, then in of_key if are_alike(then, resized[2])}
-            path = next((p for p in same if p in alike), None)
-            if path is not None:
-                pairs[key] = (resized[0], path)
-    return pairs
-
-
-def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep, *, counts_new: bool) -> bool:
-    """Whether most tensors of a file have another shape than in another step, or are new."""
-    path_before = path_then(opened, other, path, other.step.number or 0)
-    with suppress(StorageError):
-        now, then = (
-            {
-                ".".join(map(str, leaf.path)): leaf.local or leaf.shape
-                for leaf in leaves
-                if leaf.shape
-            }
-            for leaves in (leaves_at(opened, path), leaves_at(other, path_before))
-        )
-        changed = [
-            fqn
-            for fqn, shape in now.items()
-            if (counts_new if fqn not in then else then[fqn] != shape)
-        ]
-        return 2 * len(changed) >= len(now) > 0
-    return False
 
 
 def _emptied(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
@@ -645,7 +564,7 @@ def _fewer_of_equal_parts(opened: OpenStep, families: Sequence[Family]) -> Itera
             if family.is_line and other.is_line and other.n_files % family.n_files
         ]
         if odd:
-            shapes = _shapes_by_key(opened, [family, *odd])
+            shapes = shapes_by_key(opened, [family, *odd])
             for other in odd:
                 if shapes[family.key] and shapes[family.key] == shapes[other.key]:
                     why = f"there are {other.n_files:,} files {other.key} of equal parts"
@@ -684,7 +603,7 @@ def _lost_since(
     ]
     if not fewer:
         return
-    now = _sizes(opened, fewer)
+    now = sizes_in_families(opened, fewer)
     then = _sizes_beside(other, [other.families[family.key] for family in fewer])
     is_less: dict[str, bool] = {}
     for name in {*split_tensors(now, then), *(name for name in now if now[name].is_part)}:
@@ -848,7 +767,7 @@ def _by_content(
 ) -> Wholeness:
     """Decide by the tensors in the files, where no name does."""
     opened = compared.opened
-    now = _sizes(opened, families)
+    now = sizes_in_families(opened, families)
     largest = max(families, key=lambda family: family.n_files)
     if lacking := _lacking_parts(opened, families, now):
         return _result(opened.step, lacking, "")
@@ -869,10 +788,10 @@ def _by_content(
             n_files = held.n_files if held is not None else largest.n_files + 1
             return _result(opened.step, [Gap(largest, n_files, why)], "")
     for other in beside if not parts else ():
-        if _is_redistributed(opened, families, other):
+        if is_redistributed(opened, families, other.opened, other.families.values()):
             by = f"as many weights and moments in the files of each kind as in {other.name}"
             return Wholeness(by=by)
-    stated, why = _ranks_inside(opened, families), "a file states that {:,} ranks wrote the step"
+    stated, why = ranks_inside(opened, families), "a file states that {:,} ranks wrote the step"
     if stated is None:
         stated, why = _ranks_of_shards(opened, families, beside), "{:,} ranks left shards"
     if stated is not None and stated < largest.n_files:
@@ -887,33 +806,19 @@ def _by_content(
     return Wholeness((_unlisted(families, beside),))
 
 
-def _is_redistributed(opened: OpenStep, families: Sequence[Family], other: _Beside) -> bool:
-    """Whether the files of each kind together hold as many weights and moments as in another step.
+def _as_many_copies(compared: ComparedStep, families: Sequence[Family]) -> OpenStep | None:
+    """A step beside with as many files of each family, the tensors in which are copies.
 
-    So do those of other ranks: of a pipeline, each holds other tensors then. A rank without its
-    file would lack its own. Kinds without tensors must have as many files as one that has them.
-    Cost: the pickle of each file, which are known by then.
+    A rank that holds no tensor of its own loses none, and two saves lack no file by chance.
     """
-    now = _elements_by_key(opened, families)
-    then = _elements_by_key(other.opened, other.families.values())
-    n_files = {family.n_files for family in families if family.key in now}
-    return bool(now) and now == then and all(family.n_files in n_files for family in families)
-
-
-def _elements_by_key(
-    opened: OpenStep, families: Iterable[Family], kinds: Sequence[str] = ("model", "optimizer")
-) -> Mapping[str, int]:
-    """The elements of tensors of `kinds` in the files of each family; none where one is unread."""
-    keys, layout = {family.key for family in families}, opened.step.layout
-    elements: dict[str, int] = defaultdict(int)
-    with suppress(StorageError):
-        tensors, unlisted = opened.tensors_in_files
-        for tensor in () if unlisted else tensors:
-            key = kind_key(tensor.file, layout)
-            # Each rank has the counts and random states of its own.
-            if prod(tensor.shape) > 1 and key in keys and tensor.kind in kinds:
-                elements[key] += prod(tensor.shape)
-    return elements
+    if not are_copies(compared.opened, families):
+        return None
+    members = {family.key: family.members for family in families}
+    for other in steps_beside(compared.opened, MAX_COMPARED):
+        held = {family.key: family.members for family in compared.families(other.step)}
+        if held == members:
+            return other
+    return None
 
 
 def _ranks_of_shards(
@@ -936,52 +841,11 @@ def _n_with_shards(step: Step) -> int:
     return max((len(ranks_in(part)) for part in step.parts if part.format in SHARDED), default=0)
 
 
-def _ranks_inside(opened: OpenStep, families: Sequence[Family]) -> int | None:
-    """How many ranks wrote the step, by the counts in its files; None where none or several do.
-
-    Cost: the pickle of each file, which are known by then.
-    """
-    files = [file for file in opened.files if file.kind == "file"]
-    keys = {family.key for family in families}
-    examples = {key_of(file.path): file.path for file in files if key_of(file.path) in keys}
-    with suppress(StorageError):
-        counts = {
-            leaf.value
-            for path in examples.values()
-            for leaf in leaves_at(opened, path)
-            if leaf.value and str(leaf.path[-1] if leaf.path else "").lower() in _COUNTS_OF_RANKS
-        }
-        return counts.pop() if len(counts) == 1 else None
-    return None
-
-
-def _as_many_copies(compared: ComparedStep, families: Sequence[Family]) -> OpenStep | None:
-    """A step beside with as many files of each family, the tensors in which are copies.
-
-    A rank that holds no tensor of its own loses none, and two saves lack no file by chance.
-    Cost: two short reads of each file.
-    """
-    opened = compared.opened
-    members = {family.key: family.members for family in families}
-    for family in families:
-        paths = [file.path for file in opened.files if key_of(file.path) == family.key]
-        with suppress(StorageError):
-            checksums = {checksums_in(opened, path) for path in paths}
-            if len(paths) > 1 and len(checksums) == 1 and None not in checksums:
-                continue
-        return None
-    for other in steps_beside(compared.opened, MAX_COMPARED):
-        held = {family.key: family.members for family in compared.families(other.step)}
-        if held == members:
-            return other
-    return None
-
-
 def _lacking_parts(
     opened: OpenStep, families: Sequence[Family], sizes: TensorSizes | None = None
 ) -> list[Gap]:
     """The gap where tensors state a whole of which the files here do not hold every part."""
-    now = _sizes(opened, families) if sizes is None else sizes
+    now = sizes_in_families(opened, families) if sizes is None else sizes
     lacking = [name for name, size in now.items() if size.lacks_parts]
     if not lacking:
         return []
@@ -1000,29 +864,11 @@ def _has_more_copies(now: TensorSizes, other: _Beside, names: Iterable[tuple[str
     return any(name in then and then[name].n_elements > now[name].n_elements for name in names)
 
 
-def _sizes(opened: OpenStep, families: Sequence[Family]) -> TensorSizes:
-    """The size of each tensor over the files of each family; of files that cannot be read, none."""
-    layout = opened.step.layout
-    return tensor_sizes(opened, {f.key for f in families}, lambda path: kind_key(path, layout))
-
-
 def _sizes_beside(other: _Beside, families: Sequence[Family]) -> TensorSizes:
     """Those of a step beside; of one that cannot be read, none."""
     with suppress(StorageError):
-        return _sizes(other.opened, families)
+        return sizes_in_families(other.opened, families)
     return {}
-
-
-def _shapes_by_key(
-    opened: OpenStep, families: Iterable[Family]
-) -> Mapping[str, set[tuple[int, ...]]]:
-    """The shapes of the tensors of several elements in the files of each family."""
-    shapes: dict[str, set[tuple[int, ...]]] = {family.key: set() for family in families}
-    tensors, unlisted = opened.tensors_in_files
-    for tensor in () if unlisted else tensors:
-        if prod(tensor.shape) > 1 and key_of(tensor.file) in shapes:
-            shapes[key_of(tensor.file)].add(tensor.shape)
-    return shapes
 
 
 def _missing(step: Step, gap: Gap) -> Finding:
