@@ -162,6 +162,7 @@ def _check_unlisted(
 ) -> Wholeness:
     """What is known of all files: those that a `manifest` lists are there."""
     families = compared.families(compared.opened.step)
+    families = (*families, *_left_of_lines(compared, families))
     if manifest is None:
         stated_by = f"--saved-world-size {saved_world_size}"
         return _check_families(compared, families, saved_world_size, stated_by, is_deep=is_deep)
@@ -184,7 +185,6 @@ def _check_families(
 ) -> Wholeness:
     """What is known of the families of files that no manifest lists."""
     opened = compared.opened
-    families = (*families, *_left_of_lines(compared, families))
     lost = (
         _emptied(compared, families)
         or lost_first(opened)
