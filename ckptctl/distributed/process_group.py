@@ -50,8 +50,8 @@ A thread of gloo releases a collective soon after its end. Where it is the last 
 frees the tensors, for which it needs the GIL, and in a process that ends meanwhile it ends with
 SIGABRT instead. Source: torch 2.13, `ProcessGroupGloo::runLoop`.
 """
-_MAX_HELD_BYTES = 1 << 20
-"""The memory of a large one is not held: what ranks exchange last is small."""
+_MAX_HELD_BYTES = 8 << 20
+"""The memory of a larger one is not held; 4,000 ranks gather 2,000 bytes of each in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +400,7 @@ def ranks_lost(error: BaseException) -> RanksLost:
 
 
 def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
-    """Raise what ended a rank, such as Ctrl-C, again there, and `RanksLost` on the others.
+    """Raise what ended a rank, such as Ctrl-C, again there, and an error of ckptctl on the others.
 
     `failures` are those of torch's `CheckpointException`, which has them beside errors of the
     checkpoint: an interruption is none, and no reason to take an older step. Nor is an exception
@@ -414,7 +414,10 @@ def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
     if own_rank in ended:
         raise ended[own_rank]
     for rank, one in sorted(ended.items()):
-        raise RanksLost(f"rank {rank} was interrupted ({type(one).__name__})")
+        message = f"rank {rank} was interrupted ({type(one).__name__})"
+        # `RankOutcome` shares an `Exception` with the others, which have to be there for that.
+        is_shared = all(isinstance(one, Exception) for one in ended.values())
+        raise CkptctlError(message) if is_shared else RanksLost(message)
 
 
 @contextmanager

@@ -58,8 +58,10 @@ _POLL_S = 0.2
 _END_S = 300.0
 """How long the other nodes may take to end their ranks and to read their logs after a failure."""
 _PART_S = 10.0
-"""How long the agent with the store waits at the end until the others have read the outcome, and
-one that a signal asked to end for the outcome."""
+"""How long the agent with the store waits at the end until the others have read the outcome.
+
+An agent that a signal asked waits for the outcome so long after the time that ranks have to end.
+"""
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _FAILED_FIRST, _ASKED = "failed-first", b"asked"
 _MAX_BYTES = 16 << 20
@@ -397,18 +399,11 @@ class _Agent(Watcher):
         self._round.put("start", msgspec.json.encode(start))
         inspect = WatchedRoots(job.all_roots, job.options).inspect
         alarm = StepAlarm(job.roots.url, job.options, inspect, lambda: held.state["best"])
-        begun_s = time.monotonic()
         try:
             own = self._attempt(start, plan, held, alarm)
             ended = self._merged([own, *map(self._end_of, others)])
         except NoRendezvous as error:  # the state holds why, though no other agent hears of it
-            why = f"the rendezvous of the nodes does not answer: {error}"
-            cause = Classification.stated("infra-node", why, "high", ())
-            code = 128 + signal.SIGTERM  # the ranks were ended
-            seconds, is_asked = time.monotonic() - begun_s, job.signals.asked is not None
-            job.conclude(
-                held, AttemptEnd(code, seconds, cause, None, is_asked, lost_node=True), plan
-            )
+            job.conclude(held, self._without_others(error), plan)
             raise
         conclusion = job.conclude(held, ended, plan)
         last = job.attempts[-1]
@@ -430,7 +425,7 @@ class _Agent(Watcher):
             start = self._read("start", _AttemptStart)
             self._names = start.nodes
             self._attempt(start, AttemptPlan([], {}, "", None, ()))
-            self._await(0, "outcome", leaves_after_s=_PART_S)
+            self._await(0, "outcome", leaves_after_s=self._launch.shutdown_s + _PART_S)
         outcome = self._read("outcome", _LeaderOutcome)
         if outcome.attempt is not None:
             self._job.record(outcome.attempt)
@@ -451,7 +446,8 @@ class _Agent(Watcher):
         variables = {RESTART_COUNT: str(start.restarts), ATTEMPT: name, MARKER: marker}
         self._starts_by_s = None
         runner = job.runner(*watchers, self._hangs, self)
-        end = self._node_end(runner.run(start.number, plan, variables, start.about))
+        self._own_end = runner.run(start.number, plan, variables, start.about)
+        end = self._node_end(self._own_end)
         meeting.put(f"end/{meeting.rank}", msgspec.json.encode(end))
         return end
 
@@ -479,6 +475,16 @@ class _Agent(Watcher):
             by_other.message if by_other else "",
             ended.n_not_finite,
         )
+
+    def _without_others(self, error: NoRendezvous) -> AttemptEnd:
+        """How the attempt ended on this node, where the others can no longer be asked."""
+        ended = self._own_end
+        if ended.code != 0 if ended.hang is None else ended.hang is not self._stop:
+            return ended  # the ranks of this node failed or hung
+        why = f"the rendezvous of the nodes does not answer: {error}"
+        cause = Classification.stated("infra-node", why, "medium", ())
+        code = ended.code or 128 + signal.SIGTERM
+        return ended._replace(code=code, cause=cause, hang=None, lost_node=True)
 
     def _end_of(self, rank: int) -> _NodeEnd | None:
         """How the attempt ended on another node; None where that is gone or does not answer."""

@@ -285,14 +285,15 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, Any]) -> Any:
             _without_tensors(one, f"{name}{dot}{key}", tensors) for key, one in enumerate(value)
         ]
         copied = tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Mapping) and TENSOR in value:
+        raise _NotKept(f"the key {TENSOR!r} ({name or 'in the state itself'}): rename it")
     if len(tensors) == n_before:
         return value
-    is_plain = type(value) in (dict, OrderedDict, list, tuple)
-    if not is_plain or (isinstance(value, Mapping) and TENSOR in value):
+    if type(value) not in (dict, OrderedDict, list, tuple):
         kind = type(value).__name__
         raise _NotKept(
             f"a {kind} with tensors in it ({name or 'the state itself'}), which would be loaded as "
-            f"another value: return a plain dict, list or tuple"
+            "another value: return a plain dict, list or tuple"
         )
     return OrderedDict(copied) if type(value) is OrderedDict else copied
 
@@ -305,9 +306,14 @@ def joined(values: Any, tensors: Mapping[str, Any]) -> Any:
         if values.keys() == {TENSOR}:
             return tensors[values[TENSOR]]
         found = {key: joined(one, tensors) for key, one in values.items()}
+        if all(found[key] is one for key, one in values.items()):
+            return values
         return OrderedDict(found) if type(values) is OrderedDict else found
     if isinstance(values, list | tuple):
-        return type(values)([joined(one, tensors) for one in values])
+        items = [joined(one, tensors) for one in values]
+        if all(item is one for item, one in zip(items, values, strict=True)):
+            return values
+        return type(values)(items)
     return values
 
 

@@ -53,6 +53,10 @@ def test_an_interruption_is_raised_on_its_rank_and_ends_the_others(kind):
     failures = {0: (ValueError("a"), None), 2: (kind(), None)}
     with pytest.raises(kind):
         raise_interruption(failures, 2)
-    with pytest.raises(RanksLost, match=rf"rank 2 was interrupted \({kind.__name__}\)"):
+    with pytest.raises(
+        CkptctlError, match=rf"rank 2 was interrupted \({kind.__name__}\)"
+    ) as caught:
         raise_interruption(failures, 0)
+    # Where the rank shares its exception, the others take part in that.
+    assert type(caught.value) is (CkptctlError if kind is Preempted else RanksLost)
     raise_interruption({0: failures[0]}, 0)

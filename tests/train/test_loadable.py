@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import uuid
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -252,7 +252,7 @@ def containing_itself() -> list[Any]:
     [
         ({"a": Pair(ONES, 1)}, r"a Pair with tensors in it \(a\)"),
         (defaultdict(list, a=[ONES]), "a defaultdict with tensors in it"),
-        ({"a": {"ckptctl: tensor": "b"}, "b": {"ckptctl: tensor": ONES}}, "a dict with tensors"),
+        ({"a": {"ckptctl: tensor": "b"}, "b": ONES}, "the key 'ckptctl: tensor'"),
         ({1: ONES, "1": ONES}, "two tensors of the name '1'"),
         (containing_itself(), "contains itself"),
         ({"a@rank_1": ONES}, "name of one rank's own state"),
@@ -269,8 +269,13 @@ def test_an_extra_that_would_load_as_another_value_is_refused(tmp_path: Path, st
 
 @pytest.mark.parametrize(
     "state",
-    [OrderedDict(b=torch.ones(2), a=1), {"a": (torch.ones(2), [1])}, torch.ones(1).expand(5)],
-    ids=["ordered dict", "nested", "expanded"],
+    [
+        OrderedDict(b=torch.ones(2), a=1),
+        {"a": (torch.ones(2), [1])},
+        torch.ones(1).expand(5),
+        {"a": torch.ones(2), "b": Counter(a=1)},
+    ],
+    ids=["ordered dict", "nested", "expanded", "counter beside a tensor"],
 )
 def test_an_extra_loads_as_it_was(tmp_path: Path, state: Any):
     with Checkpointer(str(tmp_path), extra={"meter": Held(state)}, tell=print) as ckpt:
