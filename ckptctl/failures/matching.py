@@ -31,6 +31,7 @@ from ckptctl.failures.scope import (
     job_of_log,
     jobs_in,
     short_hosts,
+    shows_start,
 )
 from ckptctl.logs.log_lines import (
     ERROR,
@@ -178,6 +179,7 @@ class FailureLogReader:
         self.n_ended = 0
         self.earlier: list[str] = []
         self._job_end: JobEnd | None = None
+        self._restarted = False
         self._n_ranks = 0
         self._step = -1
         self._clocked = ""
@@ -186,6 +188,7 @@ class FailureLogReader:
         self._before_clock = 0
         self._until_clock = 0
         self._progressed: deque[str] = deque(maxlen=SURVIVED_AFTER)
+        self._newest: deque[int] = deque(maxlen=SURVIVED_AFTER)
         self._of_program = False
         self._pids: set[str] = set()
         self._jobs: set[str] = {*job_of_log(name)}
@@ -214,6 +217,8 @@ class FailureLogReader:
             if index in hits.losses:
                 self._find_clock(block, index)
                 self._guarded(number, "", partial(self._progress, raw))
+            if self._job_end is not None and not self._restarted:
+                self._guarded(number, "", partial(self._seek_start, raw, self._job_end))
             asked = hits.rules.get(index)
             # Nearly every line ends here, so the code below may be slow.
             if asked or index in hits.frames or self._within(number, asked):
@@ -321,12 +326,18 @@ class FailureLogReader:
 
     def _count_attempt(self, evidence: Evidence) -> None:
         """Notice that an attempt ended, and that another one in the same log has evidence."""
-        if self._job_end is not None and is_of_next_attempt(evidence, self._job_end):
+        end = self._job_end
+        if end is not None and is_of_next_attempt(evidence, end, restarted=self._restarted):
             self.n_ended += 1
             self._job_end = None
             self.first_failed = self.first_failed_s = None
         line_s = clock_of(self._clocked) if self._clocked else None
-        self._job_end = job_end_in(evidence.text, line_s) or self._job_end
+        if (own_end := job_end_in(evidence.text, line_s)) is not None:
+            self._job_end, self._restarted = own_end, False
+
+    def _seek_start(self, raw: str, end: JobEnd) -> None:
+        """Notice a line that another attempt writes when it starts."""
+        self._restarted = shows_start(take_apart(raw[:MAX_MATCHED]).message, end)
 
     def _progress(self, raw: str) -> None:
         raw = raw[:MAX_MATCHED]
@@ -340,8 +351,11 @@ class FailureLogReader:
             self.n_progress += 1
             self._step = step
             self._progressed.append(self._clocked)
+            self._newest.append(step)
         elif step < self._step:
-            # Another attempt starts from an older step in the same log.
+            # Another attempt starts from an older step in the same log. Ranks that write to one
+            # log are some rows apart.
+            self._restarted |= self._job_end is not None and step < min(self._newest)
             self._step = step
             self.n_back += 1
 
