@@ -55,6 +55,8 @@ _MAX_TRACEBACK = 100
 _MAX_RANKS = 4096
 _MAX_JOBS = 100
 _MAX_UNREAD = 20
+_MAX_ASKED = 200
+_AROUND_QUESTION = " \t\"'`*>-[](){},"
 _MAX_CONTEXT = 300
 """The characters around a match that decide whether it is a quote or advice."""
 
@@ -74,10 +76,13 @@ _ADVICE = re.compile(
     r"^\W*(?:tip|hint|note|help|example|docs?|see(?: also)?|advice|faq|reminder|"
     r"try|consider|compile with|set|pass|use|please (?:see|refer|check)|"
     r"for (?:debugging|more)|for more information)\b"
-    r"|\b(?:how (?:do|can|should)|why (?:do|does|did|is|am)|what (?:is|does|causes?)) "
     r"|\b(?:\w*Warning: )|might be asynchronously reported|\bdocumentation\b|\bhttps?://\S+#"
     r"|\b(?:previous|last|earlier|prior) (?:failure|error|attempt|run|exit|crash|job|incarnation)\b"
     r"|^\W*\[?(?:expected|simulated|injected|dry[- ]run|self[- ]?test)\b",
+    re.IGNORECASE,
+)
+_QUESTION = re.compile(
+    r"\b(?:how (?:do|can|should)|why (?:do|does|did|is|am)|what (?:is|does|causes?)) [^?]*$",
     re.IGNORECASE,
 )
 _CODE = re.compile(
@@ -114,7 +119,7 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 # The Hugging Face trainer prints no step beside the loss.
-_EPOCH = re.compile(r"\{'loss': .{0,2000}'epoch': '?(\d{1,9})(?:\.(\d{1,9}))?'?[,}]")
+_EPOCH = re.compile(r"\{'loss': .{0,2000}'epoch': '?(\d{1,9})(?:\.(\d{1,30}))?'?[,}]")
 _FINITE = re.compile(r"\bloss\b(?! scale)[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
 
 # What precedes the traceback of an exception that Python prints and ignores: in `__del__`, in a
@@ -344,7 +349,7 @@ class FailureLogReader:
         if (match := _STEP.search(raw)) is not None:
             step = clamped(match[1])
         elif (match := _EPOCH.search(raw)) is not None:
-            step = clamped(match[1] + (match[2] or "").ljust(9, "0"))
+            step = clamped(match[1] + (match[2] or "")[:9].ljust(9, "0"))
         else:
             return
         if step > self._step and _FINITE.search(raw):
@@ -578,6 +583,8 @@ def _may_speak(
         return False
     if ended and match.start() == 0:
         return True  # What looks like advice or a counter is the name of an exception.
+    if _is_asked(line, message, match):
+        return False
     if rule.quotable:
         return _ADVICE.search(message) is None
     before = message[max(0, match.start() - _MAX_CONTEXT) : match.start()]
@@ -590,6 +597,16 @@ def _may_speak(
         return False
     # Monitors wrap the whole line of a driver in quotes; a text about it leaves the process out.
     return (rule.kernel and ", pid=" in after) or not _is_quoted(before, after)
+
+
+def _is_asked(line: LogLine, message: str, match: re.Match[str]) -> bool:
+    """Whether a question asks about the error, as a printed sample does."""
+    question = _QUESTION.search(message[: min(_MAX_ASKED, match.start())])
+    if question is None:
+        return False
+    is_error = line.level is not None and line.level >= ERROR
+    begins = not message[: question.start()].strip(_AROUND_QUESTION)
+    return message.rstrip(_AROUND_QUESTION).endswith("?") or (begins and not is_error)
 
 
 def _is_quoted(before: str, after: str) -> bool:

@@ -373,8 +373,9 @@ def test_steps_that_are_trained_while_a_job_is_ended_do_not_disprove_it(tmp_path
     assert ckptctl.classify(str(log)).failure == "unknown"
 
 
-def test_steps_of_the_hugging_face_trainer_disprove_an_error(tmp_path):
-    rows = "".join(f"{{'loss': 1.4{n}, 'lr': 1e-05, 'epoch': {n / 10}}}\n" for n in range(5))
+@pytest.mark.parametrize("per_epoch", [10, 950])
+def test_steps_of_the_hugging_face_trainer_disprove_an_error(tmp_path, per_epoch):
+    rows = "".join(f"{{'loss': 1.4{n}, 'lr': 1e-05, 'epoch': {n / per_epoch}}}\n" for n in range(5))
     log = tmp_path / "job.log"
     log.write_text(OOM + rows)
     answer = ckptctl.classify(str(log))
