@@ -31,6 +31,7 @@ from ckptctl.failures.scope import (
     job_of_log,
     jobs_in,
     short_hosts,
+    shows_start,
 )
 from ckptctl.logs.log_lines import (
     ERROR,
@@ -54,6 +55,8 @@ _MAX_TRACEBACK = 100
 _MAX_RANKS = 4096
 _MAX_JOBS = 100
 _MAX_UNREAD = 20
+_MAX_ASKED = 200
+_AROUND_QUESTION = " \t\"'`*>-[](){},"
 _MAX_CONTEXT = 300
 """The characters around a match that decide whether it is a quote or advice."""
 
@@ -73,10 +76,13 @@ _ADVICE = re.compile(
     r"^\W*(?:tip|hint|note|help|example|docs?|see(?: also)?|advice|faq|reminder|"
     r"try|consider|compile with|set|pass|use|please (?:see|refer|check)|"
     r"for (?:debugging|more)|for more information)\b"
-    r"|\b(?:how (?:do|can|should)|why (?:do|does|did|is|am)|what (?:is|does|causes?)) "
     r"|\b(?:\w*Warning: )|might be asynchronously reported|\bdocumentation\b|\bhttps?://\S+#"
     r"|\b(?:previous|last|earlier|prior) (?:failure|error|attempt|run|exit|crash|job|incarnation)\b"
     r"|^\W*\[?(?:expected|simulated|injected|dry[- ]run|self[- ]?test)\b",
+    re.IGNORECASE,
+)
+_QUESTION = re.compile(
+    r"\b(?:how (?:do|can|should)|why (?:do|does|did|is|am)|what (?:is|does|causes?)) [^?]*$",
     re.IGNORECASE,
 )
 _CODE = re.compile(
@@ -113,7 +119,7 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 # The Hugging Face trainer prints no step beside the loss.
-_EPOCH = re.compile(r"\{'loss': .{0,2000}'epoch': '?(\d{1,9})(?:\.(\d{1,9}))?'?[,}]")
+_EPOCH = re.compile(r"\{'loss': .{0,2000}'epoch': '?(\d{1,9})(?:\.(\d{1,30}))?'?[,}]")
 _FINITE = re.compile(r"\bloss\b(?! scale)[\"']?[^\d\n]{0,12}[-+]?\d", re.IGNORECASE)
 
 # What precedes the traceback of an exception that Python prints and ignores: in `__del__`, in a
@@ -178,6 +184,7 @@ class FailureLogReader:
         self.n_ended = 0
         self.earlier: list[str] = []
         self._job_end: JobEnd | None = None
+        self._restarted = False
         self._n_ranks = 0
         self._step = -1
         self._clocked = ""
@@ -186,6 +193,7 @@ class FailureLogReader:
         self._before_clock = 0
         self._until_clock = 0
         self._progressed: deque[str] = deque(maxlen=SURVIVED_AFTER)
+        self._newest: deque[int] = deque(maxlen=SURVIVED_AFTER)
         self._of_program = False
         self._pids: set[str] = set()
         self._jobs: set[str] = {*job_of_log(name)}
@@ -214,6 +222,8 @@ class FailureLogReader:
             if index in hits.losses:
                 self._find_clock(block, index)
                 self._guarded(number, "", partial(self._progress, raw))
+            if self._job_end is not None and not self._restarted:
+                self._guarded(number, "", partial(self._seek_start, raw, self._job_end))
             asked = hits.rules.get(index)
             # Nearly every line ends here, so the code below may be slow.
             if asked or index in hits.frames or self._within(number, asked):
@@ -321,27 +331,36 @@ class FailureLogReader:
 
     def _count_attempt(self, evidence: Evidence) -> None:
         """Notice that an attempt ended, and that another one in the same log has evidence."""
-        if self._job_end is not None and is_of_next_attempt(evidence, self._job_end):
+        end = self._job_end
+        if end is not None and is_of_next_attempt(evidence, end, restarted=self._restarted):
             self.n_ended += 1
             self._job_end = None
             self.first_failed = self.first_failed_s = None
         line_s = clock_of(self._clocked) if self._clocked else None
-        self._job_end = job_end_in(evidence.text, line_s) or self._job_end
+        if (own_end := job_end_in(evidence.text, line_s)) is not None:
+            self._job_end, self._restarted = own_end, False
+
+    def _seek_start(self, raw: str, end: JobEnd) -> None:
+        """Notice a line that another attempt writes when it starts."""
+        self._restarted = shows_start(take_apart(raw[:MAX_MATCHED]).message, end)
 
     def _progress(self, raw: str) -> None:
         raw = raw[:MAX_MATCHED]
         if (match := _STEP.search(raw)) is not None:
             step = clamped(match[1])
         elif (match := _EPOCH.search(raw)) is not None:
-            step = clamped(match[1] + (match[2] or "").ljust(9, "0"))
+            step = clamped(match[1] + (match[2] or "")[:9].ljust(9, "0"))
         else:
             return
         if step > self._step and _FINITE.search(raw):
             self.n_progress += 1
             self._step = step
             self._progressed.append(self._clocked)
+            self._newest.append(step)
         elif step < self._step:
-            # Another attempt starts from an older step in the same log.
+            # Another attempt starts from an older step in the same log. Ranks that write to one
+            # log are some rows apart.
+            self._restarted |= self._job_end is not None and step < min(self._newest)
             self._step = step
             self.n_back += 1
 
@@ -564,6 +583,8 @@ def _may_speak(
         return False
     if ended and match.start() == 0:
         return True  # What looks like advice or a counter is the name of an exception.
+    if _is_asked(line, message, match):
+        return False
     if rule.quotable:
         return _ADVICE.search(message) is None
     before = message[max(0, match.start() - _MAX_CONTEXT) : match.start()]
@@ -576,6 +597,16 @@ def _may_speak(
         return False
     # Monitors wrap the whole line of a driver in quotes; a text about it leaves the process out.
     return (rule.kernel and ", pid=" in after) or not _is_quoted(before, after)
+
+
+def _is_asked(line: LogLine, message: str, match: re.Match[str]) -> bool:
+    """Whether a question asks about the error, as a printed sample does."""
+    question = _QUESTION.search(message[: min(_MAX_ASKED, match.start())])
+    if question is None:
+        return False
+    is_error = line.level is not None and line.level >= ERROR
+    begins = not message[: question.start()].strip(_AROUND_QUESTION)
+    return message.rstrip(_AROUND_QUESTION).endswith("?") or (begins and not is_error)
 
 
 def _is_quoted(before: str, after: str) -> bool:

@@ -158,36 +158,55 @@ def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:
 
 
 _JOB_ENDED = re.compile(
-    r"\*\*\* (?:JOB|STEP) \S{1,100} (?:ON \S{1,300} )?CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
+    r"\*\*\* (?:JOB|STEP) (?P<job>\d{0,12})\S{0,100} (?:ON \S{1,300} )?"
+    r"CANCELLED AT (?P<at>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
 )
-# A job that is being ended does not read its options, a model or a checkpoint.
+# What a program writes when it starts, and not while it is being ended.
+_STARTS = re.compile(
+    r"^\W*(?:(?:re)?load(?:ing|ed)|resum(?:ing|ed)|restor(?:ing|ed))\b.{0,80}"
+    r"\b(?:checkpoint|ckpt|snapshot|state|model|weights|tokenizer|dataset|step|iteration)"
+    r"|^\W*(?:starting|beginning) (?:the )?training\b|^\W*training starts\b"
+    r"|\bSetting OMP_NUM_THREADS\b|\bStarting elastic_operator\b"
+    r"|\binitializ(?:ing|ed) (?:the )?(?:torch\.?distributed|distributed|process group)\b",
+    re.IGNORECASE,
+)
+_SLURM_JOB = re.compile(r"\bSLURM_JOB_?ID\W{1,4}(\d{1,12})")
+# Errors of a start. A handler that saves while a job is being ended may import late, too.
 _AT_THE_START = ("config.", "hub.", "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """When the scheduler ended a job, by its clock and by that of the lines before."""
+    """When the scheduler ended a job, by its clock and by that of the lines before; its number."""
 
     at_s: float
     line_s: float | None
+    job: str = ""
 
 
 def job_end_in(text: str, line_s: float | None) -> JobEnd | None:
     """The end of a job or a step that SLURM reports in this line; `line_s` is the clock before."""
     match = _JOB_ENDED.search(text)
-    at_s = None if match is None else clock_in(match[1])
-    return None if at_s is None else JobEnd(at_s, line_s)
+    at_s = None if match is None else clock_in(match["at"])
+    return None if match is None or at_s is None else JobEnd(at_s, line_s, match["job"])
 
 
-def is_of_next_attempt(evidence: Evidence, end: JobEnd) -> bool:
+def shows_start(text: str, end: JobEnd) -> bool:
+    """Whether a line behind the end of a job shows that another attempt began."""
+    job = _SLURM_JOB.search(text)
+    return _STARTS.search(text) is not None or (job is not None and job[1] != end.job != "")
+
+
+def is_of_next_attempt(evidence: Evidence, end: JobEnd, *, restarted: bool) -> bool:
     """Whether evidence behind the end of a job in the same log is of a later attempt.
 
-    A requeued job and jobs with one name append to one log.
+    A requeued job and jobs with one name append to one log. `restarted`: a line between shows
+    that another attempt began.
     """
     own_end = job_end_in(evidence.text, None)
     if own_end is not None:
         return own_end.at_s - end.at_s > AFTER_S
-    if evidence.role is Role.ROOT and evidence.rule.startswith(_AT_THE_START):
+    if restarted and evidence.role is Role.ROOT and evidence.rule.startswith(_AT_THE_START):
         return True
     return evidence.at_s is not None and is_after(evidence.at_s, end)
 

@@ -133,14 +133,30 @@ def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
 def _restarted(resume: LoggedResume) -> Finding:
     row = resume.after[0]
     order = ", or the logs were not given oldest first" if _joins(resume) else ""
+    message = (
+        f"the job began at step {row.step:,}, no later than the log before it; it did not resume"
+        f"{order}"
+    )
+    if _begins_as_before(resume):
+        message = (
+            f"the job began at step {row.step:,} again, where the log before it begins: it did not "
+            f"resume from what that log saved up to step {resume.overwritten[-1].step:,}, or that "
+            "log saved nothing and both resumed from one checkpoint (then name it: --resume-step)"
+        )
     return Finding(
         "loss.restarted",
         str(row.position),
-        f"the job began at step {row.step:,}, no later than the log before it; it did not resume"
-        f"{order}",
+        message,
         expected="the step after a checkpoint",
         found=f"step {row.step:,}",
     )
+
+
+def _begins_as_before(resume: LoggedResume) -> bool:
+    """Whether both logs begin at one step that is not the first of a fresh start."""
+    before = resume.overwritten
+    first = before[0].step if before else None
+    return first == resume.first_step and resume.first_step > log_interval(before[:100])
 
 
 def _joins(resume: LoggedResume) -> bool:

@@ -277,9 +277,7 @@ def _resume(segments: Sequence[Segment], i: int, resume_point: ResumePoint | Non
     compared = earlier[-1] if earlier else i - 1
     # The log begins after the checkpoint: every earlier segment is another attempt from the
     # same checkpoint, and may have failed in the same way.
-    is_named = resume_point is not None and 0 < resume_point.step <= first
-    begins_late = first == segments[compared].first_step > log_interval(segment.rows[:100])
-    is_retry = not earlier and (is_named or begins_late)
+    is_retry = not earlier and resume_point is not None and 0 < resume_point.step <= first
     rows = segments[compared].rows
     history = () if is_retry else _history(segments, compared, first)
     return LoggedResume(

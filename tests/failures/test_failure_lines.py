@@ -374,3 +374,22 @@ def test_torch_writes_the_month_without_a_zero(tmp_path):
     (evidence,) = ckptctl.classify(str(log)).evidence
     assert evidence.at_s is not None
     assert evidence.text.startswith("[PG ID 1 Rank 4]")
+
+
+ASKING = {
+    "node1: fatal: what is left of the disk: write failed: [Errno 28] No space left on device": (
+        "infra-storage"
+    ),
+    "ERROR: what is this? CUDA error: an illegal memory access was encountered": "job-code",
+    "Checking why is the GPU lost: NVML: GPU is lost": "infra-node",
+    "RuntimeError: I know what is wrong: [Errno 28] No space left on device": "infra-storage",
+    "RuntimeError: I do not know what is wrong: NCCL error: unhandled system error": "unknown",
+    "How can I avoid RuntimeError: CUDA error: an illegal memory access was encountered": "none",
+    "sample 3: why is there NCCL error: unhandled system error?": "none",
+    "sample 3: what does [Errno 28] No space left on device mean?": "none",
+}
+
+
+@pytest.mark.parametrize(("text", "failure"), ASKING.items())
+def test_only_a_question_about_an_error_is_no_report(text, failure, tmp_path):
+    assert said(tmp_path, text) == failure

@@ -298,6 +298,56 @@ def test_what_follows_the_end_of_a_job_at_once_is_of_the_same_attempt(tmp_path, 
     assert (answer.failure, answer.set_aside) == ("preemption", ())
 
 
+LATE_IMPORT = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/app/train.py", line 12, in save\n'
+    "    import boto3\n"
+    "ModuleNotFoundError: No module named 'boto3'\n"
+)
+NO_REPOSITORY = LATE_IMPORT.replace("ModuleNotFoundError: No", "RepositoryNotFoundError: 404, no")
+
+
+@pytest.mark.parametrize("error", [LATE_IMPORT, NO_REPOSITORY])
+@pytest.mark.parametrize(
+    ("why", "failure"), [("PREEMPTION", "preemption"), ("TIME LIMIT", "walltime")]
+)
+@pytest.mark.parametrize(
+    "before",
+    [
+        "[2026-11-20 09:05:03] SIGTERM: saving\n",
+        "[2026-11-20 09:05:03] saving; the next start will resume from step 139\n",
+        "[2026-11-20 09:05:03] SLURM_JOB_ID=8\n",
+        "".join(f"[2026-11-20 09:05:03] step {n} | loss 2.4\n" for n in (140, 139, 140, 141)),
+        "",
+    ],
+)
+def test_an_error_of_the_handler_that_saves_at_the_end_is_not_its_cause(
+    tmp_path, error, why, failure, before
+):
+    log = tmp_path / "slurm-8.out"
+    log.write_text(STEPS + ENDED.format(job=8, at="2026-11-20T09:05:00", why=why) + before + error)
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, answer.restart.value, answer.set_aside) == (failure, "free", ())
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "[2026-11-20 09:20:10] hello\n",
+        "[2026-11-20 09:07:10] INFO Resuming from checkpoint step_120\n",
+        "Loaded the model\n",
+        "SLURM_JOB_ID=9\n",
+        "step 120 | loss 2.41\n",
+    ],
+)
+def test_an_error_of_an_import_counts_where_another_attempt_began(tmp_path, before):
+    log = tmp_path / "slurm-8.out"
+    end = ENDED.format(job=8, at="2026-11-20T09:05:00", why="PREEMPTION")
+    log.write_text(STEPS + end + before + LATE_IMPORT)
+    answer = ckptctl.classify(str(log))
+    assert (answer.failure, len(answer.set_aside)) == ("job-config", 1)
+
+
 def test_an_attempt_without_evidence_leaves_that_of_the_one_before(tmp_path):
     log = tmp_path / "slurm-8.out"
     end = ENDED.format(job=8, at="2026-11-20T09:05:00", why="NODE FAILURE")
@@ -323,8 +373,9 @@ def test_steps_that_are_trained_while_a_job_is_ended_do_not_disprove_it(tmp_path
     assert ckptctl.classify(str(log)).failure == "unknown"
 
 
-def test_steps_of_the_hugging_face_trainer_disprove_an_error(tmp_path):
-    rows = "".join(f"{{'loss': 1.4{n}, 'lr': 1e-05, 'epoch': {n / 10}}}\n" for n in range(5))
+@pytest.mark.parametrize("per_epoch", [10, 950])
+def test_steps_of_the_hugging_face_trainer_disprove_an_error(tmp_path, per_epoch):
+    rows = "".join(f"{{'loss': 1.4{n}, 'lr': 1e-05, 'epoch': {n / per_epoch}}}\n" for n in range(5))
     log = tmp_path / "job.log"
     log.write_text(OOM + rows)
     answer = ckptctl.classify(str(log))

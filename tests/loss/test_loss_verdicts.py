@@ -136,6 +136,15 @@ def test_a_job_that_started_from_the_beginning_is_reported():
     assert report.exit_code == 30
 
 
+def test_two_logs_that_begin_at_one_late_step_may_hide_that_a_checkpoint_was_passed_over():
+    items = [*rows(110, 500)[::10], *rows(110, 300, attempt=2)[::10]]
+    report = check_rows(items)
+    assert found(report) == ("discontinuous", ["loss.restarted"])
+    assert "up to step 500, or that log saved nothing" in report.message
+    named = check_rows(items, CheckOptions(ResumePoint(100, "asked")))
+    assert "loss.restarted" not in found(named)[1]
+
+
 def test_logs_named_newest_first_are_distinguished_from_a_fresh_start():
     newest_first = check_rows([*rows(90, 160), *rows(1, 100)])
     assert newest_first.message.endswith("or the logs were not given oldest first")

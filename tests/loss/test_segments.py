@@ -145,12 +145,6 @@ def test_a_second_resume_from_one_checkpoint_is_no_fresh_start():
     assert (resume.before, resume.overwritten) == ((), ())
 
 
-def test_attempts_that_begin_at_one_late_step_resumed_from_one_checkpoint():
-    (resume,) = resumes(split([*rows(51, 58), *rows(51, 60, attempt=2)]))
-    assert not resume.restarted
-    assert (resume.before, resume.overwritten) == ((), ())
-
-
 def test_a_marker_gives_the_resume_point():
     (resume,) = resumes(split([*rows(1, 9), marker(5), *rows(6, 12)]))
     assert resume.resume_point == ResumePoint(5, "log")
