@@ -792,6 +792,36 @@ def test_a_pipeline_of_other_stages_is_whole_where_it_holds_as_much(tmp_path, st
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
 
 
+def test_a_rank_that_holds_no_weights_or_moments_may_be_missing_from_as_many(tmp_path):
+    for number in (10, 20, 30):
+        step = tmp_path / f"step-{number}"
+        save_step(step, ("m{r}.pt", "o{r}.pt"), 1, number)
+        held = {**torch.load(step / "m0.pt"), **torch.load(step / "o0.pt")}
+        for rank in range(4):
+            state = {"rng": torch.get_rng_state(), "index": rank}
+            torch.save(held | state if rank == 0 else state, step / f"ckpt_rank{rank}.pt")
+        for name in ("m0.pt", "o0.pt"):
+            (step / name).unlink()
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    (tmp_path / "step-30" / "ckpt_rank3.pt").unlink()
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (22, ["file.fewer"])
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+def test_no_pickle_is_read_where_the_files_are_as_large_as_in_the_step_before(
+    tmp_path, monkeypatch
+):
+    for number in (10, 20, 30):
+        save_step(tmp_path / f"step-{number}", ("m{r}.pt", "o{r}.pt"), 4, number)
+    read: list[str] = []
+    of_step = OpenStep.tensors_in_files.func
+    reading = property(lambda step: read.append(step.name) or of_step(step))
+    monkeypatch.setattr(OpenStep, "tensors_in_files", reading)
+    assert ckptctl.verify(f"{tmp_path}@30", level=Level.LISTING, grace_s=0).exit_code == 0
+    assert read == []
+
+
 def save_with_loaders(step: Path, number: int, ranks: int) -> None:
     """Shards of DCP and the place in the data, each of `ranks`."""
     dcp = torch.distributed.checkpoint
