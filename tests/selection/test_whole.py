@@ -613,6 +613,30 @@ def test_files_of_ranks_without_tensors_are_no_marker_that_comes_and_goes(tmp_pa
     assert (report.exit_code, [*faults(report)]) == (22, ["file.fewer"])
 
 
+@pytest.mark.parametrize("has_tensors", [False, True])
+@pytest.mark.parametrize(
+    ("of_rank", "of_one"),
+    [
+        ("data_rank{}.pt", "data.pt"),
+        ("rank{}/pos.pkl", "pos.pkl"),
+        ("pos_{}.pt", "pos.pt"),
+    ],
+)
+def test_one_rank_writes_one_file_instead_of_those_of_ranks(tmp_path, of_rank, of_one, has_tensors):
+    state = {"place": 10, "ema": {"w": torch.ones(9, 8)}} if has_tensors else {"place": 10}
+    for number in (10, 20, 30):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        names = [of_one] if number == 30 else [of_rank.format(rank) for rank in range(4)]
+        for name in names:
+            (step / name).parent.mkdir(exist_ok=True)
+            torch.save(state, step / name)
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (0, [])
+    assert "file.gone" in {finding.code for finding in report.findings}
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 30
+
+
 @pytest.mark.parametrize("lost", ["model{:06}.pt", "ema_0.9999_{:06}.pt", "ema_0.999_{:06}.pt"])
 def test_averages_whose_decay_is_in_their_names_are_missed(tmp_path, lost):
     for number in (10, 20, 30):
