@@ -466,6 +466,7 @@ def _lost_of_ranks(
     other: OpenStep, then: Mapping[str, WordsOfFiles], here: Mapping[str, WordsOfFiles]
 ) -> Iterator[str]:
     """The files of ranks, by kind and word, that another step has and this one lacks."""
+    lost: list[tuple[WordsOfFiles, dict[str, str], set[str]]] = []
     for kind, files in then.items():
         there = here.get(kind, {}).keys() & files.keys()
         alike = {
@@ -473,40 +474,24 @@ def _lost_of_ranks(
             for word, (path, size) in files.items()
             if any(are_alike(size, files[known][1]) for known in there)
         }
-        if len(alike) < 3 or there >= alike.keys():
-            continue
-        if _with_optimizer(other, then, files.keys()) >= alike.keys():
+        if len(alike) >= 3 and not there >= alike.keys():
+            lost.append((files, alike, there))
+    with_optimizer = _with_optimizer(other, then) if lost else {}
+    for files, alike, there in lost:
+        if with_optimizer[frozenset(files)] >= alike.keys():
             yield from (path for word, path in alike.items() if word not in there)
 
 
 def _with_optimizer(
-    opened: OpenStep, by_kind: Mapping[str, WordsOfFiles], words: Collection[str]
-) -> set[str]:
-    """The words of files that hold an optimizer, in any kind with just these words."""
+    opened: OpenStep, by_kind: Mapping[str, WordsOfFiles]
+) -> Mapping[frozenset[str], set[str]]:
+    """The words of files that hold an optimizer, in any kind with the same words, by those."""
     tensors, _ = opened.tensors_in_files
     optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
-    return {
-        word
-        for files in by_kind.values()
-        if files.keys() == words
-        for word, (path, _) in files.items()
-        if path in optimizers
-    }
-
-
-def open_words(opened: OpenStep) -> tuple[str, WordsOfFiles] | None:
-    """A kind of which words tell the files apart that may be those of ranks: see `lost_words`.
-
-    Cost: none without three files of a kind; else the pickles of the step.
-    """
-    here = by_words(opened.step, opened.step)
-    for kind, files in here.items():
-        sizes = [size for _, size in files.values()]
-        if len(files) >= 3 and are_alike(min(sizes), max(sizes)):
-            with suppress(StorageError):
-                if _with_optimizer(opened, here, files.keys()) >= files.keys():
-                    return kind, files
-    return None
+    found: dict[frozenset[str], set[str]] = defaultdict(set)
+    for files in by_kind.values():
+        found[frozenset(files)] |= {w for w, (path, _) in files.items() if path in optimizers}
+    return found
 
 
 def _lost_files(
