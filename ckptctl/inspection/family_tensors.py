@@ -7,7 +7,7 @@ add up to those of another step, are copies of each other, or those of several n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 
@@ -18,11 +18,20 @@ from ckptctl.formatting import command_line
 from ckptctl.inspection.file_kinds import SIMILAR, ComparedStep, are_alike
 from ckptctl.inspection.identity import path_then
 from ckptctl.inspection.open_step import OpenStep, steps_beside
-from ckptctl.inspection.sidecars import TensorSizes, checksums_in, leaves_at, tensor_sizes
+from ckptctl.inspection.sidecars import (
+    HeldTensor,
+    TensorSizes,
+    checksums_in,
+    leaves_at,
+    tensor_sizes,
+)
 from ckptctl.model import Family
 
 _COUNTS_OF_RANKS = frozenset({"world_size", "num_ranks", "n_ranks", "num_processes", "nprocs"})
 """Keys of the number of ranks in a saved state."""
+
+_WEIGHTS_AND_MOMENTS = ("model", "optimizer")
+"""The kinds of tensors that ranks share out among them."""
 
 
 def resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
@@ -37,11 +46,12 @@ def resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Findi
     opened, keys = compared.opened, {family.key for family in families if family.n_present > 1}
     for other in steps_beside(opened, 1) if keys else ():
         pairs = _resized_beside(opened, other, keys)
+        if not pairs:
+            continue
         held = [family for family in families if family.key in pairs]
         now, then = (_elements_by_key(one, held, ("optimizer",)) for one in (opened, other))
         weights = [
-            sum(_elements_by_key(one, families if pairs else (), ("model",)).values())
-            for one in (opened, other)
+            sum(_elements_by_key(one, families, ("model",)).values()) for one in (opened, other)
         ]
         # Of a pipeline, a stage of other ranks holds other layers; a moment may come later.
         counts_new = weights[0] > SIMILAR * weights[1]
@@ -114,30 +124,53 @@ def is_redistributed(
 ) -> bool:
     """Whether the files of each kind together hold as many weights and moments as in another step.
 
-    So do those of other ranks: of a pipeline, each holds other tensors then. A rank without its
-    file would lack its own. Kinds without tensors must have as many files as one that has them.
+    So do those of other ranks: of a pipeline, each holds other tensors then. In both steps each
+    file of such a kind must hold some: one without would not be missed. Kinds without tensors must
+    have as many files as one that has them.
     Cost: the pickle of each file, which are known by then.
     """
-    now = _elements_by_key(opened, families)
-    then = _elements_by_key(other, other_families)
+    before = [*other_families]
+    now, then = _elements_by_key(opened, families), _elements_by_key(other, before)
+    if not now or now != then:
+        return False
     n_files = {family.n_files for family in families if family.key in now}
-    return bool(now) and now == then and all(family.n_files in n_files for family in families)
+    return (
+        all(family.n_files in n_files for family in families)
+        and _each_file_holds_some(opened, [one for one in families if one.key in now])
+        and _each_file_holds_some(other, [one for one in before if one.key in then])
+    )
+
+
+def _each_file_holds_some(opened: OpenStep, families: Sequence[Family]) -> bool:
+    """Whether each file of the families holds weights or moments."""
+    files: dict[str, set[str]] = defaultdict(set)
+    for key, tensor in _tensors_of(opened, families, _WEIGHTS_AND_MOMENTS):
+        files[key].add(tensor.file)
+    return all(len(files[family.key]) == family.n_present for family in families)
 
 
 def _elements_by_key(
-    opened: OpenStep, families: Iterable[Family], kinds: Sequence[str] = ("model", "optimizer")
+    opened: OpenStep, families: Iterable[Family], kinds: Sequence[str] = _WEIGHTS_AND_MOMENTS
 ) -> Mapping[str, int]:
     """The elements of tensors of `kinds` in the files of each family; none where one is unread."""
-    keys, layout = {family.key for family in families}, opened.step.layout
     elements: dict[str, int] = defaultdict(int)
+    for key, tensor in _tensors_of(opened, families, kinds):
+        elements[key] += prod(tensor.shape)
+    return elements
+
+
+def _tensors_of(
+    opened: OpenStep, families: Iterable[Family], kinds: Sequence[str]
+) -> Iterator[tuple[str, HeldTensor]]:
+    """The tensors of `kinds` in the files of each family; none where a file is unread."""
+    keys, layout = {family.key for family in families}, opened.step.layout
     with suppress(StorageError):
         tensors, unlisted = opened.tensors_in_files
         for tensor in () if unlisted else tensors:
             key = kind_key(tensor.file, layout)
             # Each rank has the counts and random states of its own.
             if prod(tensor.shape) > 1 and key in keys and tensor.kind in kinds:
-                elements[key] += prod(tensor.shape)
-    return elements
+                yield key, tensor
 
 
 def ranks_inside(opened: OpenStep, families: Sequence[Family]) -> int | None:

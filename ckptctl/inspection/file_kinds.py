@@ -298,10 +298,11 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
     It is `file.dropped` if such a file holds tensors that nothing in this step has, by their names
     and shapes, or is the metadata of a part: they would begin anew. If other files here have all of
     them, as a network and its twin, or weights and their average, it is `file.fewer`, unless
-    another step before lacks the file too: the run writes it at some steps only. So are files that
-    several ranks wrote, such as the place of each in the data. A single file without tensors is
-    `file.gone`: a marker may come and go. A file that has another name here is none, nor
-    is the output of an evaluation.
+    another step before lacks the file too: the run writes it at some steps only. So are files
+    without tensors that several ranks wrote, such as the place of each in the data. A single file
+    without tensors is `file.gone`: a marker may come and go. A file that has another name here is
+    none, nor is the output of an evaluation. Files of ranks whose name without the number is new
+    here are `file.gone`: one rank goes on with them.
 
     Cost: the listings of two steps, unless they are known; where a kind is gone, the pickle or the
     header of its file and of each file here, and the listings of two more steps.
@@ -338,10 +339,16 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
     dropped = [kind for kind, tensors in before.items() if not are_held(tensors, here)]
     dropped = [*lost_parts, *dropped]
     of_ranks = {family.key for family in open_families(same[0].step) if family.n_present > 1}
+    single = {_words_of(kind) for kind in kinds if kind not in held[0]}
+    places = {
+        kind
+        for kind, tensors in before.items()
+        if kind in of_ranks and not tensors and single.isdisjoint(_without_number(kind))
+    }
     twins = [
         kind
         for kind, tensors in before.items()
-        if kind not in dropped and (kind in of_ranks or not are_held(tensors, renamed))
+        if kind not in dropped and (kind in places or not are_held(tensors, renamed))
     ]
     if twins and not dropped:
         further = [*steps_before(opened, MAX_BEFORE)][N_BEFORE:]
@@ -354,7 +361,7 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
     elif twins:
         code, lost = "file.fewer", twins
         why = "other files here have tensors of the same names and shapes"
-        if lost[0] in of_ranks:
+        if lost[0] in places:
             why = "several ranks wrote them"
         why += (
             ", and nothing shows that none of its own is lost. A seal, or two steps without the "
@@ -370,6 +377,21 @@ def check_gone(opened: OpenStep) -> Iterator[Finding]:
             f"lacks {some_of(lost)}, which {same[0].name} and {same[1].name} hold: {why}",
             next_command=command_line("show", same[0].url),
         )
+
+
+def _without_number(kind: str) -> Iterator[tuple[str, ...]]:
+    """The words of a kind without one of its numbers, and without the word that is before that.
+
+    `data_rankN.pt` becomes `data_rank.pt` and `data.pt`.
+    """
+    for match in re.finditer("([A-Za-z]*)N(?![A-Za-z])", kind):
+        before, after = kind[: match.start()], kind[match.end() :]
+        yield _words_of(before + match[1] + after)
+        yield _words_of(before + after)
+
+
+def _words_of(kind: str) -> tuple[str, ...]:
+    return tuple(re.findall("[A-Za-z]+", kind))
 
 
 def _parts_gone(step: Step, before: Sequence[Step]) -> list[str]:
@@ -444,6 +466,7 @@ def _lost_of_ranks(
     other: OpenStep, then: Mapping[str, WordsOfFiles], here: Mapping[str, WordsOfFiles]
 ) -> Iterator[str]:
     """The files of ranks, by kind and word, that another step has and this one lacks."""
+    lost: list[tuple[WordsOfFiles, dict[str, str], set[str]]] = []
     for kind, files in then.items():
         there = here.get(kind, {}).keys() & files.keys()
         alike = {
@@ -451,40 +474,24 @@ def _lost_of_ranks(
             for word, (path, size) in files.items()
             if any(are_alike(size, files[known][1]) for known in there)
         }
-        if len(alike) < 3 or there >= alike.keys():
-            continue
-        if _with_optimizer(other, then, files.keys()) >= alike.keys():
+        if len(alike) >= 3 and not there >= alike.keys():
+            lost.append((files, alike, there))
+    with_optimizer = _with_optimizer(other, then) if lost else {}
+    for files, alike, there in lost:
+        if with_optimizer[frozenset(files)] >= alike.keys():
             yield from (path for word, path in alike.items() if word not in there)
 
 
 def _with_optimizer(
-    opened: OpenStep, by_kind: Mapping[str, WordsOfFiles], words: Collection[str]
-) -> set[str]:
-    """The words of files that hold an optimizer, in any kind with just these words."""
+    opened: OpenStep, by_kind: Mapping[str, WordsOfFiles]
+) -> Mapping[frozenset[str], set[str]]:
+    """The words of files that hold an optimizer, in any kind with the same words, by those."""
     tensors, _ = opened.tensors_in_files
     optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
-    return {
-        word
-        for files in by_kind.values()
-        if files.keys() == words
-        for word, (path, _) in files.items()
-        if path in optimizers
-    }
-
-
-def open_words(opened: OpenStep) -> tuple[str, WordsOfFiles] | None:
-    """A kind of which words tell the files apart that may be those of ranks: see `lost_words`.
-
-    Cost: none without three files of a kind; else the pickles of the step.
-    """
-    here = by_words(opened.step, opened.step)
-    for kind, files in here.items():
-        sizes = [size for _, size in files.values()]
-        if len(files) >= 3 and are_alike(min(sizes), max(sizes)):
-            with suppress(StorageError):
-                if _with_optimizer(opened, here, files.keys()) >= files.keys():
-                    return kind, files
-    return None
+    found: dict[frozenset[str], set[str]] = defaultdict(set)
+    for files in by_kind.values():
+        found[frozenset(files)] |= {w for w, (path, _) in files.items() if path in optimizers}
+    return found
 
 
 def _lost_files(

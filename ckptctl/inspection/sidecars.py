@@ -66,6 +66,12 @@ MAX_SCALAR_BYTES = 64 * 2**10
 MAX_NUMBERS = 16
 MAX_KEYS = 8
 
+_HEAD = 512
+"""So many zeros at the beginning are no header of a format."""
+
+_OF_TORCH_SAVE = (".pt", ".pth", ".ckpt")
+"""The ends of names that no other tool gives its files."""
+
 _SCALARS: Mapping[str, str] = {
     "int64": "q",
     "int32": "i",
@@ -113,7 +119,7 @@ def read_sidecars(
         except MetadataUnsafe as error:
             yield Sidecar(file.path, finding=unsafe_file(file.path, error.message))
         except CkptctlError as error:
-            yield Sidecar(file.path, finding=_damaged(file.path, error.message, step.url))
+            yield Sidecar(file.path, finding=_damaged(file, error.message, step.url, is_state=True))
     read = set(wanted)
     large = [file for file in sidecars if file not in read and _is_large(step.layout, file)]
     for file in large[:MAX_SIDECARS]:
@@ -128,8 +134,9 @@ def read_sidecars(
         and (file in known or (file.kind == "file" and file.size and is_archive(file.path)))
         and not file.path.endswith(".json")
     ]
-    for path, why in _cut_short(store, folder, others[:MAX_ENDS]):
-        yield Sidecar(path, finding=_damaged(path, why, step.url))
+    for file, why in _cut_short(store, folder, others[:MAX_ENDS]):
+        is_state = file in known
+        yield Sidecar(file.path, finding=_damaged(file, why, step.url, is_state=is_state))
 
 
 def check_documents(
@@ -316,25 +323,29 @@ def _numbers(
             yield from _numbers(item, is_wanted, path)
 
 
-def _cut_short(store: Store, folder: str, files: Sequence[FileInfo]) -> Iterator[tuple[str, str]]:
+def _cut_short(
+    store: Store, folder: str, files: Sequence[FileInfo]
+) -> Iterator[tuple[FileInfo, str]]:
     """The files that begin as `torch.save` writes them and do not end so, and why.
 
-    No format begins with zeros: those are blocks that were never written.
+    Under the names of `torch.save` those that begin and end with zeros, too: they were never
+    written. Under other names, zeros may be values.
     """
     spans = []
     for file in files:
         path, n_tail = inside(folder, file.path), min(file.size, _TAIL)
-        spans += [Span(path, 0, min(file.size, 2)), Span(path, file.size - n_tail, n_tail)]
+        n_head = min(file.size, _HEAD if file.path.endswith(_OF_TORCH_SAVE) else 2)
+        spans += [Span(path, 0, n_head), Span(path, file.size - n_tail, n_tail)]
     ends = iter(store.read_spans(spans))
     for file, (_, head), (_, tail) in zip(files, ends, ends, strict=True):
-        if head == bytes(2):
-            yield file.path, "it begins with zeros"
-        if head != b"PK":
+        if file.path.endswith(_OF_TORCH_SAVE) and not (any(head) or any(tail)):
+            yield file, "it begins and ends with zeros"
+        if not head.startswith(b"PK"):
             continue
         try:
             tail_needed(tail, file.size)
         except RecordUnreadable as error:
-            yield file.path, error.message
+            yield file, error.message
 
 
 def content_of(data: bytes, path: str) -> object | None:
@@ -414,11 +425,12 @@ def unsafe_file(path: str, why: str) -> Finding:
     )
 
 
-def _damaged(path: str, why: str, url: str) -> Finding:
+def _damaged(file: FileInfo, why: str, url: str, *, is_state: bool) -> Finding:
+    """The finding for a damaged file; `is_state` if its name shows that it holds train state."""
     return Finding(
         "file.unreadable",
-        path,
-        f"{path} is damaged: {why}",
+        file.path,
+        f"{file.path} {'holds train state and ' if is_state else ''}is damaged: {why}",
         next_command=command_line("show", url),
     )
 

@@ -13,7 +13,7 @@ the ranks, they add up to the same size.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
@@ -46,7 +46,6 @@ from ckptctl.inspection.file_kinds import (
     lost_index,
     lost_words,
     open_families,
-    open_words,
 )
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, ranks_in, several_worlds
@@ -194,9 +193,7 @@ def _check_families(
     if lost is not None:
         return Wholeness((lost,))
     if not families:
-        by = _known_or_beside(compared)
-        words = None if by else _only_words(opened, saved_world_size)
-        return Wholeness(by=by) if words is None else Wholeness((words,))
+        return Wholeness(by=_known_or_beside(compared))
     mixed = _mixed(opened.step, families) or resized_in_part(compared, families)
     if mixed is not None:
         return Wholeness((mixed,))
@@ -213,8 +210,6 @@ def _check_families(
         more = _more_than_ranks(opened, numbered, saved_world_size, stated_by)
         if more is not None:
             return Wholeness((more,))
-    if not (unstated or gaps) and (only := _only_sparse(opened, sparse, saved_world_size)):
-        return Wholeness((only,))
     if not unstated:
         # Numbers with more holes than files prove nothing.
         by = "the counts in the names" if numbered else ""
@@ -282,41 +277,6 @@ def _known_or_beside(compared: ComparedStep) -> str:
                 return ""  # both may lack a file that earlier steps have
             return "one file" if len(kinds) == 1 else f"{other.name}, which has the same files"
     return "one file" if is_only and len(kinds) == 1 else ""
-
-
-def _only_words(opened: OpenStep, saved_world_size: int | None) -> Finding | None:
-    """The finding for files of ranks that words tell apart, in the only step of a root."""
-    if next(steps_beside(opened, 1), None) is not None:
-        return None
-    words = open_words(opened)
-    if words is None or len(words[1]) == saved_world_size:
-        return None
-    kind, files = words
-    return Finding(
-        "format.unlisted",
-        min(path for path, _ in files.values()),
-        f"{counted(len(files), 'file')} {kind}: each holds an optimizer, as those of ranks do, "
-        "nothing states how many ranks wrote them, and no other step confirms it. "
-        "--saved-world-size N, a seal, or another step with the same files proves that none is "
-        "missing",
-        next_command=command_line("explain", "format.unlisted"),
-    )
-
-
-def _only_sparse(
-    opened: OpenStep, sparse: Iterable[Family], saved_world_size: int | None
-) -> Finding | None:
-    """The same for files that numbers with holes tell apart, as those of hosts do."""
-    several = [one for one in sparse if one.n_present > 2 and one.n_present != saved_world_size]
-    if not several or next(steps_beside(opened, 1), None) is not None:
-        return None
-    with suppress(StorageError):
-        tensors, _ = opened.tensors_in_files
-        optimizers = {tensor.file for tensor in tensors if tensor.kind == "optimizer"}
-        n_with = Counter(map(key_of, optimizers))
-        of_ranks = [family for family in several if n_with[family.key] == family.n_present]
-        return _unlisted(of_ranks, []) if of_ranks else None
-    return None
 
 
 def _has_more_kinds(other: OpenStep, kinds: Collection[str]) -> bool:

@@ -188,6 +188,18 @@ def test_a_file_beside_the_shards_that_was_cut_short_is_damage_whatever_it_is_ca
     assert ckptctl.pick(str(root), grace_s=0).step == 20
 
 
+@pytest.mark.parametrize("name", ["sampler.bin", "dataloader_1.bin", "rng_state_1.pt"])
+def test_values_that_begin_with_zeros_are_no_damage(framework_roots, copy_of, monkeypatch, name):
+    monkeypatch.setattr("ckptctl.inspection.sidecars.MAX_SIDECAR_BYTES", 1_000_000)
+    root = copy_of(framework_roots / "kempnerforge" / ROOTS["kempnerforge"])
+    for number in (10, 20, 30):
+        numbers = b"".join(n.to_bytes(4, "little") for n in range(500_000))
+        (root / f"step_{number}" / name).write_bytes(numbers)
+    report = ckptctl.verify(f"{root}@30", grace_s=0)
+    assert not any(found.code == "file.unreadable" for found in report.findings)
+    assert ckptctl.pick(str(root), grace_s=0).step == 30
+
+
 @pytest.mark.parametrize(
     ("name", "file", "code", "exit_code"),
     [

@@ -567,35 +567,28 @@ def test_names_of_a_step_before_that_nobody_could_read_are_no_loss(tmp_path):
 HOSTS = ("node17", "node923", "node441")
 
 
-@pytest.mark.parametrize("n_files", [1, 2])
-def test_the_ranks_of_an_only_step_are_unknown_where_words_tell_them_apart(tmp_path, n_files):
-    save_step(tmp_path / "numbered", ("m{r}.pt", "o{r}.pt"), 4, 10)
-    names = ("m", "o")
-    for rank, word in enumerate(("alpha", "bravo", "carol", "delta")):
-        files = [tmp_path / "numbered" / f"{kind}{rank}.pt" for kind in names]
-        path = tmp_path / "run" / "step-10" / word / "state.pt"
-        path.parent.mkdir(parents=True)
-        if n_files == 1:
-            torch.save({k: v for file in files for k, v in torch.load(file).items()}, path)
-        for name, file in zip(names if n_files == 2 else (), files, strict=False):
-            file.rename(path.with_name(f"{name}.pt"))
-    step = tmp_path / "run" / "step-10"
-    report = ckptctl.verify(str(step))
-    assert (report.exit_code, [*faults(report)]) == (22, ["format.unlisted"])
-    assert ckptctl.verify(str(step), saved_world_size=4).exit_code == 0
-    shutil.copytree(step, tmp_path / "run" / "step-20")
-    assert ckptctl.verify(str(step)).exit_code == 0
-
-
-def test_the_ranks_of_an_only_step_are_unknown_where_hosts_tell_them_apart(tmp_path):
-    save_step(tmp_path / "step-10", ("cn-{p}00/{t}.model.pt", "cn-{p}00/{t}.opt.pt"), 4, 10)
-    for host, name in (("cn-000", "cn-412"), ("cn-100", "cn-977")):
-        (tmp_path / "step-10" / host).rename(tmp_path / "step-10" / name)
-    report = ckptctl.verify(f"{tmp_path}@10")
-    assert (report.exit_code, [*faults(report)]) == (22, ["format.unlisted"])
-    assert ckptctl.verify(f"{tmp_path}@10", saved_world_size=4).exit_code == 0
-    shutil.copytree(tmp_path / "step-10", tmp_path / "step-20")
-    assert ckptctl.verify(f"{tmp_path}@10").exit_code == 0
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("alpha/state.pt", "bravo/state.pt", "carol/state.pt"),
+        ("alice.pt", "bob.pt", "carol.pt"),
+        ("fold10.pt", "fold20.pt", "fold30.pt", "fold40.pt"),
+        ("cn-000.pt", "cn-412.pt", "cn-977.pt"),
+    ],
+)
+def test_an_only_step_of_files_that_words_tell_apart_is_usable_and_not_proven(tmp_path, names):
+    """Agents and folds of a test are whole models; by the files, hosts' ranks look the same."""
+    save_step(tmp_path / "numbered", ("m{r}.pt", "o{r}.pt"), 1, 10)
+    of_one = [torch.load(tmp_path / "numbered" / name) for name in ("m0.pt", "o0.pt")]
+    root = tmp_path / "run"
+    for name in names:
+        path = root / "step-10" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({**of_one[0], **of_one[1]}, path)
+    report = ckptctl.verify(f"{root}@10")
+    assert (report.exit_code, [*faults(report)]) == (0, [])
+    assert report.claim(ClaimName.WHOLE).state is ClaimState.UNKNOWN
+    assert ckptctl.pick(str(root)).step == 10
 
 
 @pytest.mark.parametrize("kind", ["rank{}.data.pt", "host-a.rank{}.data.pt", "pos_{}.pkl"])
@@ -611,6 +604,30 @@ def test_files_of_ranks_without_tensors_are_no_marker_that_comes_and_goes(tmp_pa
         (tmp_path / "step_30" / kind.format(rank)).unlink()
     report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
     assert (report.exit_code, [*faults(report)]) == (22, ["file.fewer"])
+
+
+@pytest.mark.parametrize("has_tensors", [False, True])
+@pytest.mark.parametrize(
+    ("of_rank", "of_one"),
+    [
+        ("data_rank{}.pt", "data.pt"),
+        ("rank{}/pos.pkl", "pos.pkl"),
+        ("pos_{}.pt", "pos.pt"),
+    ],
+)
+def test_one_rank_writes_one_file_instead_of_those_of_ranks(tmp_path, of_rank, of_one, has_tensors):
+    state = {"place": 10, "ema": {"w": torch.ones(9, 8)}} if has_tensors else {"place": 10}
+    for number in (10, 20, 30):
+        step = tmp_path / f"step_{number}"
+        save_kinds(step, number)
+        names = [of_one] if number == 30 else [of_rank.format(rank) for rank in range(4)]
+        for name in names:
+            (step / name).parent.mkdir(exist_ok=True)
+            torch.save(state, step / name)
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (0, [])
+    assert "file.gone" in {finding.code for finding in report.findings}
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 30
 
 
 @pytest.mark.parametrize("lost", ["model{:06}.pt", "ema_0.9999_{:06}.pt", "ema_0.999_{:06}.pt"])
@@ -790,6 +807,36 @@ def test_a_pipeline_of_other_stages_is_whole_where_it_holds_as_much(tmp_path, st
     for path in (tmp_path / "step-30").glob(f"stage{stages[-1] - 1}.*"):
         path.unlink()
     assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+def test_a_rank_that_holds_no_weights_or_moments_may_be_missing_from_as_many(tmp_path):
+    for number in (10, 20, 30):
+        step = tmp_path / f"step-{number}"
+        save_step(step, ("m{r}.pt", "o{r}.pt"), 1, number)
+        held = {**torch.load(step / "m0.pt"), **torch.load(step / "o0.pt")}
+        for rank in range(4):
+            state = {"rng": torch.get_rng_state(), "index": rank}
+            torch.save(held | state if rank == 0 else state, step / f"ckpt_rank{rank}.pt")
+        for name in ("m0.pt", "o0.pt"):
+            (step / name).unlink()
+    assert ckptctl.pick(str(tmp_path)).step == 30
+    (tmp_path / "step-30" / "ckpt_rank3.pt").unlink()
+    report = ckptctl.verify(f"{tmp_path}@30", grace_s=0)
+    assert (report.exit_code, [*faults(report)]) == (22, ["file.fewer"])
+    assert ckptctl.pick(str(tmp_path), grace_s=0).step == 20
+
+
+def test_no_pickle_is_read_where_the_files_are_as_large_as_in_the_step_before(
+    tmp_path, monkeypatch
+):
+    for number in (10, 20, 30):
+        save_step(tmp_path / f"step-{number}", ("m{r}.pt", "o{r}.pt"), 4, number)
+    read: list[str] = []
+    of_step = OpenStep.tensors_in_files.func
+    reading = property(lambda step: read.append(step.name) or of_step(step))
+    monkeypatch.setattr(OpenStep, "tensors_in_files", reading)
+    assert ckptctl.verify(f"{tmp_path}@30", level=Level.LISTING, grace_s=0).exit_code == 0
+    assert read == []
 
 
 def save_with_loaders(step: Path, number: int, ranks: int) -> None:
