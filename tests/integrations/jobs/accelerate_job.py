@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from job_options import die, job_options
+from job_options import die, ending, job_options
 
-from ckptctl import CkptctlError
 from ckptctl.integrations.accelerate import Checkpoints, RecordOptions
 
 options = job_options()
@@ -24,7 +21,7 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 checkpoints = Checkpoints(
     accelerator, options.root, RecordOptions(verdict_after=8, stop=options.stop)
 )
-try:
+with ending(options):
     start = checkpoints.load_state("auto") or 0
     if options.wrong:
         with torch.no_grad():
@@ -46,8 +43,3 @@ try:
             checkpoints.save_state(step)
     checkpoints.close()
     accelerator.end_training()
-except CkptctlError as error:
-    print(f"error: {error}", file=sys.stderr)
-    if options.stop:  # on every rank: torchrun ends the others once one has left
-        torch.distributed.barrier()
-    sys.exit(error.exit_code)

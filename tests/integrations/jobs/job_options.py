@@ -1,4 +1,4 @@
-"""What the small jobs of all frameworks share: their arguments, and the code of their pages."""
+"""What the small jobs of all frameworks share: arguments, how they end, the code of their pages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import argparse
 import os
 import re
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ckptctl import CkptctlError
 
 PAGES = Path(__file__).resolve().parents[3] / "docs" / "frameworks"
 
@@ -39,6 +44,20 @@ def die() -> None:
             thread.join()
     torch.distributed.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def ending(options: argparse.Namespace) -> Iterator[None]:
+    """End the job with the exit code of an error of ckptctl, on every rank as `--stop` asks."""
+    import torch
+
+    try:
+        yield
+    except CkptctlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if options.stop:  # on every rank: torchrun ends the others once one has left
+            torch.distributed.barrier()
+        sys.exit(error.exit_code)
 
 
 def run_recipe(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import lightning
 import torch
-from job_options import die, job_options
+from job_options import die, ending, job_options
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from ckptctl import CkptctlError
 from ckptctl.integrations.lightning import CkptctlCallback, RecordOptions, resolve
 
 options = job_options()
@@ -81,12 +79,7 @@ trainer = lightning.Trainer(
         TQDMProgressBar(refresh_rate=1),
     ],
 )
-try:
+with ending(options):
     path = resolve(trainer, "auto", options.root)
     trainer.fit(Module(), loader, ckpt_path=path)
     torch.distributed.destroy_process_group()
-except CkptctlError as error:
-    print(f"error: {error}", file=sys.stderr)
-    if options.stop:  # on every rank: torchrun ends the others once one has left
-        torch.distributed.barrier()
-    sys.exit(error.exit_code)

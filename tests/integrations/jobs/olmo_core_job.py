@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
-from job_options import die, job_options, run_recipe
+from job_options import die, ending, job_options, run_recipe
 from olmo_core.data import DataCollator
 from olmo_core.data.data_loader import TextDataLoaderBase
 from olmo_core.distributed.parallel import DataParallelType
@@ -22,8 +20,6 @@ from olmo_core.train import (
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
 from olmo_core.train.train_module import TransformerTrainModuleConfig
 from olmo_core.train.train_module.transformer import TransformerDataParallelConfig
-
-from ckptctl import CkptctlError
 
 LENGTH, BATCH = 8, 64
 options = job_options()
@@ -100,12 +96,7 @@ config = TrainerConfig(
         "interfering": Interfering(),
     },
 )
-try:
+with ending(options):
     changes = {"RecordOptions(stop=True)": f"RecordOptions(verdict_after=8, stop={options.stop})"}
     run_recipe("olmo-core", changes, config=config, train_module=module, data_loader=data)
     teardown_training_environment()
-except CkptctlError as error:
-    print(f"error: {error}", file=sys.stderr)
-    if options.stop:  # on every rank: torchrun ends the others once one has left
-        torch.distributed.barrier()
-    sys.exit(error.exit_code)

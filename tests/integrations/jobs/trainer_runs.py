@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 
 import torch
-from job_options import die
+from job_options import die, ending
 from transformers import Trainer, TrainerCallback
 
-from ckptctl import CkptctlError
 from ckptctl.integrations.transformers import CkptctlCallback, RecordOptions, resolve
 
 
@@ -41,14 +39,9 @@ def callbacks_of(options: Namespace) -> list[TrainerCallback]:
 
 def run_training(trainer: Trainer, options: Namespace) -> None:
     """Train from the step that `resolve` chooses, and end as the options of the job ask for."""
-    try:
+    with ending(options):
         path = resolve("auto", options.root)
         if options.wrong:
             trainer.add_callback(Damaged())
         trainer.train(resume_from_checkpoint=path)
         torch.distributed.destroy_process_group()
-    except CkptctlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if options.stop:  # on every rank: torchrun ends the others once one has left
-            torch.distributed.barrier()
-        sys.exit(error.exit_code)
