@@ -154,7 +154,7 @@ class ProcessGroup:
         import torch
         import torch.distributed as dist
 
-        own = self._packed(value)
+        own = self._as_tensor(pickle.dumps(value))
         sizes = torch.empty(self.size, dtype=torch.int64, device=self._device)
         size = torch.tensor([len(own)], device=self._device)
         self._communicate(
@@ -172,11 +172,11 @@ class ProcessGroup:
         )
         return tuple(map(_unpacked, found.unbind(), n_bytes))
 
-    def _packed(self, value: object) -> torch.Tensor:
+    def _as_tensor(self, data: bytes) -> torch.Tensor:
         import torch
 
-        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return packed.to(self._device)
+        # A bytearray, because torch warns of tensors over memory that must not be written to.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
     def from_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; its result, or its error, on every rank."""
@@ -195,15 +195,16 @@ class ProcessGroup:
         import torch
         import torch.distributed as dist
 
-        data = self._packed(value)
-        size = torch.tensor([len(data)], device=self._device)
+        if self.is_first:
+            data = self._as_tensor(pickle.dumps(value))
+        size = torch.tensor([len(data) if self.is_first else 0], device=self._device)
         self._communicate(lambda: dist.broadcast(size, 0, self.handle, async_op=True))
         if not self.is_first:
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         self._communicate(
             lambda: dist.broadcast(data, 0, self.handle, async_op=True), n_bytes=len(data)
         )
-        return _unpacked(data, len(data)) if not self.is_first else value
+        return value if self.is_first else _unpacked(data, len(data))
 
     def from_all(self, act: Callable[[], T]) -> tuple[T, ...]:
         """Call `act` on every rank; the results by rank, or the first rank's error, on all."""
@@ -240,11 +241,9 @@ class ProcessGroup:
         return data
 
     def _send(self, data: bytes, ranks: Sequence[int]) -> None:
-        import torch
         import torch.distributed as dist
 
-        # A bytearray, because torch warns of tensors over memory that must not be written to.
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        sent = self._as_tensor(data)
         for rank in ranks:
             self._communicate(partial(dist.isend, sent, rank, self.handle), n_bytes=len(data))
 
@@ -416,7 +415,7 @@ def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
     for rank, one in sorted(ended.items()):
         message = f"rank {rank} was interrupted ({type(one).__name__})"
         # `RankOutcome` shares an `Exception` with the others, which have to be there for that.
-        is_shared = all(isinstance(one, Exception) for one in ended.values())
+        is_shared = all(isinstance(error, Exception) for error in ended.values())
         raise CkptctlError(message) if is_shared else RanksLost(message)
 
 

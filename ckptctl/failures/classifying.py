@@ -157,12 +157,14 @@ def _decisive(
     suspects = [each for each in alive if each.role is Role.SUSPECT]
     suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
     # srun cancels a step because a task failed.
-    exits = [each for each in alive if each.rule == "slurm.task-exit"]
+    task_exits = [exited for exited in alive if exited.rule == "slurm.task-exit"]
     suspects = [
         suspect
         for suspect in suspects
         if suspect.rule != "slurm.step-cancelled"
-        or not any(each.file == suspect.file and each.line < suspect.line for each in exits)
+        or not any(
+            exited.file == suspect.file and exited.line < suspect.line for exited in task_exits
+        )
     ]
     # A rank that SIGKILL ended ends the others with SIGTERM; a preemption begins with SIGTERM.
     killed = _first(each for each in suspects if each.rule in _SIGKILL)

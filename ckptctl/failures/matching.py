@@ -717,15 +717,15 @@ def _of_last_attempts(kept: Sequence[_HeldEvidence]) -> Iterator[Evidence]:
     """The findings of the last attempt in each log that has any that may decide."""
     leading = (Role.CAUSE, Role.ROOT, Role.SUSPECT)
     last: dict[FailureLogReader, int] = {}
-    for each in kept:
-        if each.evidence.role in leading and not each.survived:
-            last[each.reader] = max(last.get(each.reader, 0), each.n_ended)
-    for each in kept:
-        if each.n_ended >= last.get(each.reader, 0):
-            yield replace(each.evidence, survived=each.survived)
-        elif len(each.reader.earlier) < _MAX_EARLIER:
-            where = f"{each.evidence.file}:{each.evidence.line}: {each.evidence.description}"
-            each.reader.earlier.append(
+    for held in kept:
+        if held.evidence.role in leading and not held.survived:
+            last[held.reader] = max(last.get(held.reader, 0), held.n_ended)
+    for held in kept:
+        if held.n_ended >= last.get(held.reader, 0):
+            yield replace(held.evidence, survived=held.survived)
+        elif len(held.reader.earlier) < _MAX_EARLIER:
+            where = f"{held.evidence.file}:{held.evidence.line}: {held.evidence.description}"
+            held.reader.earlier.append(
                 f"{where}: the scheduler ended that attempt before a later one in the same log"
             )
 

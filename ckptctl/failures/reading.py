@@ -228,7 +228,7 @@ def read_logs(
         not_dumps=not_dumps,
         set_aside=(
             *reading.set_aside.values(),
-            *(reason for each in logs for reason in each.earlier),
+            *(reason for log in logs for reason in log.earlier),
             *aside.values(),
             *stale,
         ),

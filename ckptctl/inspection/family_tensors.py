@@ -49,9 +49,9 @@ def resized_in_part(compared: ComparedStep, families: Sequence[Family]) -> Findi
         if not pairs:
             continue
         held = [family for family in families if family.key in pairs]
-        now, then = (_elements_by_key(one, held, ("optimizer",)) for one in (opened, other))
+        now, then = (_elements_by_key(step, held, ("optimizer",)) for step in (opened, other))
         weights = [
-            sum(_elements_by_key(one, families, ("model",)).values()) for one in (opened, other)
+            sum(_elements_by_key(step, families, ("model",)).values()) for step in (opened, other)
         ]
         # Of a pipeline, a stage of other ranks holds other layers; a moment may come later.
         counts_new = weights[0] > SIMILAR * weights[1]

@@ -458,7 +458,7 @@ class _Agent(Watcher):
 
     def _node_end(self, ended: AttemptEnd) -> _NodeEnd:
         asked = self._job.signals.asked is not None
-        by_other = self._stop if ended.hang is self._stop else None
+        by_other = self._stop_of(ended)
         place = 0
         if ended.code or ended.hang is not None:
             place = self._round.count("failed")
@@ -476,10 +476,14 @@ class _Agent(Watcher):
             ended.n_not_finite,
         )
 
+    def _stop_of(self, ended: AttemptEnd) -> Hang | None:
+        """What happened elsewhere for which this agent ended its ranks; None where they ended."""
+        return self._stop if ended.hang is self._stop else None
+
     def _without_others(self, error: NoRendezvous) -> AttemptEnd:
         """How the attempt ended on this node, where the others can no longer be asked."""
         ended = self._own_end
-        if ended.code != 0 if ended.hang is None else ended.hang is not self._stop:
+        if self._stop_of(ended) is None and (ended.code or ended.hang is not None):
             return ended  # the ranks of this node failed or hung
         why = f"the rendezvous of the nodes does not answer: {error}"
         cause = Classification.stated("infra-node", why, "medium", ())

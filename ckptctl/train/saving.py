@@ -121,11 +121,12 @@ class Counts:
             loss = None if loss is None else float(loss)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"loss is {_shown(loss)}: expected one number") from error
-        counts = [
-            None if value is None and name != "step" else _whole(name, value)
-            for name, value in (("step", step), ("tokens", tokens), ("samples", samples))
-        ]
-        return cls(counts[0] or 0, loss, *counts[1:])
+        return cls(
+            _whole("step", step),
+            loss,
+            None if tokens is None else _whole("tokens", tokens),
+            None if samples is None else _whole("samples", samples),
+        )
 
 
 def _whole(name: str, value: Any) -> int:
