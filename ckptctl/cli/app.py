@@ -135,8 +135,9 @@ def _in_our_words(error: BaseException, argv: Sequence[str]) -> CkptctlError:
         return _EndedBySignal(error.exit_code, error.next_command)
     if isinstance(error, typer.TyperException):
         return _mistake(error, argv)
-    # CPython raises `SystemError` where it loses the exception of a failed allocation.
-    lost = isinstance(error, SystemError) and "without exception set" in str(error)
+    # CPython raises `SystemError` where the exception of a failed allocation is lost ("returned
+    # NULL without setting an exception") or in the way ("returned a result with an exception").
+    lost = isinstance(error, SystemError) and "exception" in str(error)
     if lost or isinstance(error, MemoryError):
         return OutOfMemory("there is not enough memory; nothing is known, good or bad")
     return CkptctlError(

@@ -263,7 +263,13 @@ def test_a_bug_is_one_line_without_a_traceback(ckptctl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", ["MemoryError()", "SystemError('error return without exception set')"]
+    "error",
+    [
+        "MemoryError()",
+        "SystemError('error return without exception set')",
+        "SystemError('<method> returned NULL without setting an exception')",
+        "SystemError('<method> returned a result with an exception set')",
+    ],
 )
 def test_too_little_memory_is_no_bug(ckptctl, tmp_path, error):
     (tmp_path / "sitecustomize.py").write_text(
