@@ -18,7 +18,7 @@ from typing import Any
 
 from hostile_and_odd import HOSTILE
 from oracle import Outcome, digest_of
-from sound_steps import Sound, place_of, put, tree
+from sound_steps import Harm, Sound, place_of, put, tree
 from starved import __file__ as server
 from test_hostile_pickles import MEANT_WELL
 
@@ -116,12 +116,21 @@ def _spoiled(kind: str, chance: Random, subject: Sound, step: Path) -> str:
     if kind == "damaged":
         name = chance.choice(subject.shards)
         spans = subject.bytes_with_values(name)
-        at = place_of(spans, chance.randrange(sum(b - a for a, b in spans)))
-        data = bytearray(subject.files[name])
-        data[at] ^= 0xFF
-        put(step / name, bytes(data))
-        return f"byte {at} of {name}"
+        while True:  # a byte of a compressed record may change no value
+            at = place_of(spans, chance.randrange(sum(b - a for a, b in spans)))
+            data = bytearray(subject.files[name])
+            data[at] ^= 0xFF
+            if _harms(subject, name, bytes(data)):
+                put(step / name, bytes(data))
+                return f"byte {at} of {name}"
     return ""
+
+
+def _harms(subject: Sound, name: str, held: bytes) -> bool:
+    return any(
+        record.harm(held[record.start : record.start + len(record.data)]) is Harm.VALUES
+        for record in subject.records[name]
+    )
 
 
 def _argv(command: str, root: Path, step: Path) -> list[str]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 from command_line import run_program
+
+from ckptctl.errors import OutOfMemory
+from ckptctl.storage.waiting import start_daemon
 
 _FEW_THREADS = """
 import resource, sys, threading
@@ -39,3 +43,12 @@ except OutOfMemory as error:
 def test_fewer_threads_than_wanted_do_and_none_is_not_damage(room, said):
     done = run_program(sys.executable, "-c", _FEW_THREADS, room, MALLOC_ARENA_MAX="1")
     assert done.stdout.startswith(said), done.stderr
+
+
+def test_a_thread_that_finds_no_memory_for_its_own_start_is_not_waited_for(monkeypatch):
+    def fails(_):
+        raise MemoryError
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", fails)
+    with pytest.raises(OutOfMemory, match="no thread can be started"):
+        start_daemon("test", pytest.fail)
