@@ -28,11 +28,12 @@ DISTRIBUTIONS = {
 }
 """Where the name of a module is not that of its distribution."""
 
-BEFORE = {
-    "composer": "import torch; [torch.library.define(f'torchvision::{name}', '(Tensor a, Tensor b, "
+_OPERATORS = (
+    "import torch; [torch.library.define(f'torchvision::{name}', '(Tensor a, Tensor b, "
     "float c) -> Tensor') for name in ('nms', 'qnms')]; "
-}
-"""What has to run before an import: Composer's torchvision lacks its operators without CUDA."""
+)
+BEFORE = {"composer": _OPERATORS, "timm": _OPERATORS}
+"""What has to run before an import: torchvision lacks its operators without CUDA."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
