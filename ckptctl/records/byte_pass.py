@@ -76,17 +76,10 @@ class Piece:
 
 
 class Run(Protocol):
-    """Bytes of one file that one thread reads in order; `path` is that in the store."""
+    """`n_bytes` bytes of one file that one thread reads in order; `path` is that in the store."""
 
-    @property
-    def path(self) -> str:
-        """The path of the file, relative to the store's root."""
-        ...
-
-    @property
-    def n_bytes(self) -> int:
-        """The number of bytes to read."""
-        ...
+    path: str
+    n_bytes: int
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """What to read, in order, by at most `limit` bytes; asked for before earlier ones come.
@@ -339,29 +332,23 @@ class DigestRun:
         beside: Checksumming | None = None,
     ) -> None:
         self.stretch = stretch
+        self.path = stretch.path
+        self.n_bytes = stretch.length
         self.beside = beside
         self._around = around
         self._digester = Digester(algorithm)
         self._n_taken = 0
 
     @property
-    def path(self) -> str:
-        return self.stretch.path
-
-    @property
-    def n_bytes(self) -> int:
-        return self.stretch.length
-
-    @property
     def digests(self) -> Digests | None:
         """The digest of the bytes; None if the pass ended before all were read."""
-        return self._digester.digests() if self._n_taken == self.stretch.length else None
+        return self._digester.digests() if self._n_taken == self.n_bytes else None
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         if self._around is not None:
             yield from self._around.pieces(limit)
             return
-        yield from _in_order(self.stretch.start, self.stretch.length, limit)
+        yield from _in_order(self.stretch.start, self.n_bytes, limit)
 
     def take(self, piece: Piece, data: memoryview) -> None:
         if self._around is not None:
@@ -374,12 +361,9 @@ class DigestRun:
 
 
 class StretchRun(Run, Protocol):
-    """A run that reads records, starting at `start` of its file."""
+    """A run that reads records, starting at byte `start` of its file."""
 
-    @property
-    def start(self) -> int:
-        """Offset of its first byte."""
-        ...
+    start: int
 
 
 class BlockDigests:
@@ -398,9 +382,12 @@ class BlockDigests:
         """The runs to read: `others`, wrapped to digest the blocks they cover, and the rest."""
         by_stretch = {Stretch(run.path, run.start, run.n_bytes): run for run in others}
         for path, size in self._sizes.items():
+            blocks = [
+                Stretch(self._prefix + path, start, min(BLOCK_BYTES, size - start))
+                for start in range(0, max(1, size), BLOCK_BYTES)
+            ]
             self._runs[path] = [
-                DigestRun(block, self._algorithm, by_stretch.pop(block, None))
-                for block in _blocks(self._prefix + path, size)
+                DigestRun(block, self._algorithm, by_stretch.pop(block, None)) for block in blocks
             ]
         own: list[Run] = [run for runs in self._runs.values() for run in runs]
         return [*own, *by_stretch.values()]
@@ -418,11 +405,6 @@ class BlockDigests:
             path: [None if digests is None else digests.whole for digests in blocks]
             for path, blocks in read.items()
         }
-
-
-def _blocks(path: str, size: int) -> Iterator[Stretch]:
-    for start in range(0, max(1, size), BLOCK_BYTES):
-        yield Stretch(path, start, min(BLOCK_BYTES, size - start))
 
 
 class CrcRun:

@@ -83,7 +83,6 @@ class StridedSink(NamedTuple):
     target: Strided
 
     def memory_for(self, piece: ByteSlice) -> memoryview | None:
-        """See `ElementSink.memory_for`."""
         elements = piece.elements
         in_order = is_contiguous(elements.sizes, self.target.strides, self.item_bytes)
         if not piece.contiguous or not in_order or not self.wanted.contains(elements):
@@ -92,10 +91,9 @@ class StridedSink(NamedTuple):
         return self.target.buffer[at : at + piece.length]
 
     def staging(self, n_bytes: int, limit: int) -> None:
-        """See `ElementSink.staging`."""
+        pass
 
     def copy(self, piece: ByteSlice, data: memoryview) -> None:
-        """See `ElementSink.copy`."""
         common = piece.elements.overlap(self.wanted)
         if common is None:
             return
@@ -137,20 +135,14 @@ class ElementRun:
     def pieces(self, limit: int) -> Iterator[Piece]:
         for part in self._slices(self.elements, self.n_bytes):
             memory = self.sink.memory_for(part)
-            if memory is None:
-                yield from self._copied(part, limit)
-            else:
+            if memory is not None:
                 yield Piece(self.first_byte + part.start, part.length, into=(memory,))
-
-    def _copied(self, part: ByteSlice, limit: int) -> Iterator[Piece]:
-        for piece in self._slices(part.elements, limit):
-            into = self.sink.staging(piece.length, limit)
-            yield _Copied(
-                self.first_byte + piece.start,
-                piece.length,
-                into=() if into is None else (into,),
-                bytes_read=piece,
-            )
+                continue
+            for piece in self._slices(part.elements, limit):
+                staging = self.sink.staging(piece.length, limit)
+                into = () if staging is None else (staging,)
+                start = self.first_byte + piece.start
+                yield _Copied(start, piece.length, into=into, bytes_read=piece)
 
     def _slices(self, elements: TensorSlice, most: int) -> Iterator[ByteSlice]:
         sink = self.sink

@@ -64,10 +64,6 @@ class Reach:
     longest: int
     skip: int
 
-    def within(self, n_bytes: int) -> Reach:
-        """The same with reads of at most `n_bytes`."""
-        return replace(self, short=min(self.short, n_bytes), longest=min(self.longest, n_bytes))
-
 
 REACH = {
     StoreKind.LOCAL: Reach(short=256 << 10, longest=1 << 20, skip=32 << 10),
@@ -187,11 +183,9 @@ class MemoryTarget(NamedTuple):
         return buffer[first : first + prod(sizes) * self.item_bytes]
 
     def memory_for(self, stub: TensorStub) -> memoryview | None:  # noqa: ARG002
-        """See `Target.memory_for`."""
         return self.run
 
     def copy(self, record: TensorRecord) -> None:
-        """See `Target.copy`."""
         stub, item_bytes = record.stub, self.item_bytes
         strides = tuple(stride * item_bytes for stride in stub.strides)
         source = Strided(record.elements or _NO_BYTES, stub.storage_offset * item_bytes, strides)
@@ -199,7 +193,6 @@ class MemoryTarget(NamedTuple):
         copy_strided(self.there, there, self.elements.sizes, item_bytes)
 
     def sink(self, record: TensorRecord) -> StridedSink:
-        """See `Target.sink`."""
         order, there = record.order or (), self.there
         return StridedSink(
             tuple(record.stub.shape[dim] for dim in order),
@@ -209,7 +202,7 @@ class MemoryTarget(NamedTuple):
         )
 
     def finish(self) -> None:
-        """See `Target.finish`."""
+        pass
 
 
 _NO_BYTES = memoryview(b"")
@@ -281,9 +274,11 @@ class SliceLoads:
         self._most_waiting = most_waiting
         self._repeated = repeated
         self._templates = Templates() if repeated is None else repeated.templates
-        self._reach = REACH[source.store.kind]
+        self._reach = reach = REACH[source.store.kind]
         if repeated is not None:
-            self._reach = self._reach.within(repeated.files.n_bytes)
+            n_bytes = repeated.files.n_bytes
+            short, longest = min(reach.short, n_bytes), min(reach.longest, n_bytes)
+            self._reach = replace(reach, short=short, longest=longest)
         self._held: TensorRecord | None = None
         self._waiting: list[Target] = []
         self._n_waiting = 0
@@ -397,8 +392,7 @@ class SliceLoads:
         stub, (target,) = template.opened.stub, targets
         if stub is None or stub.signs or max(template.start, template.n_rest) > _MAX_FRAME:
             return False
-        in_order = dense_order(stub.shape, stub.strides) == tuple(range(len(stub.shape)))
-        if not in_order or not fills_storage(stub):
+        if not is_row_major(stub) or not fills_storage(stub):
             return False
         memory, first, wanted = target.memory_for(stub), template.start, target.elements
         if memory and wanted.sizes:

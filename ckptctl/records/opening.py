@@ -307,14 +307,11 @@ def require_zstd() -> None:
 
 def unpacked_limit(owner: Owner) -> int:
     """How many bytes a compressed record may expand to: its elements and their frame."""
-    if not isinstance(owner.entry, TensorEntry):
+    tensor = owner.entry
+    if not isinstance(tensor, TensorEntry):
         return MAX_ENTRY_BYTES
-    return tensor_limit(owner.entry.dtype, owner.entry.chunks.sizes_of(owner.chunk))
-
-
-def tensor_limit(dtype: str, sizes: Sequence[int]) -> int:
-    """How many bytes the record of a chunk of `sizes` elements may expand to."""
-    return DTYPE_SIZES.get(dtype, _WIDEST_ITEM) * prod(sizes) + FRAME_BYTES
+    item_bytes = DTYPE_SIZES.get(tensor.dtype, _WIDEST_ITEM)
+    return item_bytes * prod(tensor.chunks.sizes_of(owner.chunk)) + FRAME_BYTES
 
 
 def check_transforms(transforms: Sequence[str]) -> None:

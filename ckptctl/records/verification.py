@@ -400,19 +400,13 @@ class RecordRun:
     """Adjacent records in one file; the first and the last may be partial."""
 
     def __init__(self, results: _Results, numbers: Sequence[int], start: int, end: int) -> None:
+        self.path = results.path_of(numbers[0])
+        self.start = start
+        self.n_bytes = end - start
         self._results = results
         self._numbers = tuple(numbers)
-        self.start = start
         self._end = end
         self._passing: _LongRecord | _Unpacking | None = None
-
-    @property
-    def path(self) -> str:
-        return self._results.path_of(self._numbers[0])
-
-    @property
-    def n_bytes(self) -> int:
-        return self._end - self.start
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """As many whole records at once as the limit allows; a long one by itself."""
