@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ckptctl.records.loading import QUANTIZED, TensorRecord, fills_storage
+from ckptctl.records.loading import QUANTIZED, TensorRecord, fills_storage, is_row_major
 from ckptctl.records.slices import (
     ByteSlice,
     Dims,
@@ -143,7 +143,6 @@ class TensorSink:
         self._target_strides = row_major(wanted.sizes)
 
     def memory_for(self, piece: ByteSlice) -> memoryview | None:
-        """See `ElementSink.memory_for`."""
         if self._memory is None or not piece.contiguous or not self.wanted.contains(piece.elements):
             return None
         within = piece.elements.relative_to(self.wanted)
@@ -151,7 +150,7 @@ class TensorSink:
         return self._memory[at : at + piece.length]
 
     def staging(self, n_bytes: int, limit: int) -> memoryview | None:
-        """Pinned memory of this thread if the tensor is on a GPU; see `ElementSink.staging`."""
+        """Pinned memory of this thread if the tensor is on a GPU."""
         if self._target.device.type != "cuda":
             return None
         kept: torch.Tensor | None = getattr(_pinned, "buffer", None)
@@ -161,7 +160,6 @@ class TensorSink:
         return None if memory is None else memory[:n_bytes]
 
     def copy(self, piece: ByteSlice, data: memoryview) -> None:
-        """See `ElementSink.copy`."""
         common = piece.elements.overlap(self.wanted)
         if common is None:
             return
@@ -191,9 +189,9 @@ def copy_from_record(record: TensorRecord, wanted: TensorSlice, target: torch.Te
     else:
         data, dtype = record.elements or memoryview(b""), getattr(torch, stub.dtype)
         as_saved = wanted.sizes == stub.shape and target.dtype == dtype and not stub.signs
-        memory = memory_of(target) if as_saved else None
-        in_order = fills_storage(stub) and record.order == tuple(range(len(stub.shape)))
-        if memory is not None and in_order:
+        in_order = fills_storage(stub) and is_row_major(stub)
+        memory = memory_of(target) if as_saved and in_order else None
+        if memory is not None:
             memory[:] = data
             return
         source = elements(data, dtype)
