@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -79,7 +80,7 @@ def clock_s() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def process_began_s() -> float:
+def _process_began_s() -> float:
     """When this process began, by `clock_s`; now where the system does not report it."""
     ticks = own_process().started
     return min(ticks / os.sysconf("SC_CLK_TCK") if ticks else math.inf, clock_s())
@@ -101,7 +102,7 @@ class Ledger:
     attempt: str
     rank: int = 0
     later: Store | None = None
-    began_s: float = field(default_factory=process_began_s)
+    began_s: float = field(default_factory=_process_began_s)
     _lines: list[bytes] = field(default_factory=list)
     _queue: SimpleQueue[bytes | Event | None] = field(default_factory=SimpleQueue)
     _thread: Thread | None = None
@@ -230,13 +231,13 @@ def _drift_of(job: Job, restored: Restored) -> tuple[Drift, ...]:
     if restored.opened is None or not job.options.contract:
         return ()
     now, notes = terms_of(job.options.contract), restored.inventory.notes
+    why = f"{restored.opened.name} has no contract"
     try:
         saved = restored.opened.read_contract()
     except OwnFileUnreadable as error:
-        notes.append(f"{error.message}; the job is compared with none")
-        return ()
+        saved, why = None, error.message
     if saved is None:
-        notes.append(f"{restored.opened.name} has no contract; the job is compared with none")
+        notes.append(f"{why}; the job is compared with none")
         return ()
     if alone := stated_by_one(saved, now):
         notes.append(f"of the contract {alone}")
@@ -439,29 +440,14 @@ def _class_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that failed soon after resuming from `step`.
+    """An attempt that failed soon after it had resumed from a step.
 
     `metadata` are the SHA-256 of the metadata files that it loaded, by path.
     """
 
     attempt: str
-    step: int
     metadata: Mapping[str, str]
     evidence: str
-
-
-def failures_in(attempts: Attempts) -> Iterator[Failure]:
-    """Yield at most one failure per attempt: the first that has evidence."""
-    for attempt, lines in attempts:
-        resumed = next((line for line in lines if isinstance(line, ResumedLine)), None)
-        if resumed is None or resumed.step is None or resumed.metadata is None:
-            continue
-        for line in lines:
-            match line:
-                case FailedLine(step=int(at), evidence=str(evidence)):
-                    if 0 <= at - resumed.step <= WITHIN_STEPS:
-                        yield Failure(attempt, resumed.step, resumed.metadata, evidence)
-                        break
 
 
 def read_failures(store: Store) -> Attempts:
@@ -472,19 +458,29 @@ def read_failures(store: Store) -> Attempts:
 def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
     """By step: the failures of at least two attempts with equal evidence after one save of it.
 
-    Evidence that also applies to another step is left out.
+    Of each attempt the first that has evidence counts. Evidence that also applies to another step
+    is left out.
     """
-    steps_of: dict[str, set[int]] = {}
-    held: dict[tuple[int, str, str], list[Failure]] = {}
-    for failure in failures_in(attempts):
-        steps_of.setdefault(failure.evidence, set()).add(failure.step)
-        save = repr(sorted(failure.metadata.items()))
-        held.setdefault((failure.step, save, failure.evidence), []).append(failure)
-    found: dict[int, list[tuple[Failure, ...]]] = {}
+    steps_of: dict[str, set[int]] = defaultdict(set)
+    held: dict[tuple[int, str, str], list[Failure]] = defaultdict(list)
+    for attempt, lines in attempts:
+        resumed = next((line for line in lines if isinstance(line, ResumedLine)), None)
+        if resumed is None or resumed.step is None or resumed.metadata is None:
+            continue
+        save = repr(sorted(resumed.metadata.items()))
+        for line in lines:
+            match line:
+                case FailedLine(step=int(at), evidence=str(evidence)):
+                    if 0 <= at - resumed.step <= WITHIN_STEPS:
+                        failure = Failure(attempt, resumed.metadata, evidence)
+                        steps_of[evidence].add(resumed.step)
+                        held[resumed.step, save, evidence].append(failure)
+                        break
+    found: dict[int, tuple[tuple[Failure, ...], ...]] = {}
     for (step, _, evidence), against in held.items():
         if len(against) >= 2 and len(steps_of[evidence]) == 1:
-            found.setdefault(step, []).append(tuple(against))
-    return {step: tuple(each) for step, each in found.items()}
+            found[step] = (*found.get(step, ()), tuple(against))
+    return found
 
 
 def reject_proven(
@@ -515,19 +511,17 @@ def reject_proven(
                 report,
                 MarkKind.REJECTED,
                 reason=f"{len(failures)} attempts that resumed from it failed in the same way "
-                "within "
-                f"{WITHIN_STEPS} steps: {failures[0].evidence}",
+                f"within {WITHIN_STEPS} steps: {failures[0].evidence}",
                 evidence=[
                     join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
                     for one in failures[:8]
                 ],
             )
+            done.append((report, True))
         except StorageError:
             if store is held.store:
                 raise
             done.append((report, False))
-        else:
-            done.append((report, True))
     return tuple(done)
 
 

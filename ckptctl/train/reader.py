@@ -323,11 +323,8 @@ class Reader(StorageReader):
         by_offsets: dict[str, dict[tuple[int, ...], int]] = {}
 
         def chunk_of(index: torch_metadata.MetadataIndex) -> int:
-            chunks, offsets, hint = (
-                tensors[index.fqn].chunks,
-                tuple(index.offset or ()),
-                index.index,
-            )
+            chunks = tensors[index.fqn].chunks
+            offsets, hint = tuple(index.offset or ()), index.index
             if hint is not None and 0 <= hint < len(chunks) and chunks.offsets_of(hint) == offsets:
                 return hint
             if index.fqn not in by_offsets:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -321,7 +321,14 @@ def _read_decided(step: OpenStep, chosen: Report) -> bytes | None:
 
     Raises `StorageError` unless the step is the save on which rank 0 decided.
     """
-    now, data = _read_now(step, [file for file, _ in chosen.digests])
+    files, data = [file for file, _ in chosen.digests], None
+    now: dict[str, str] = {}
+    if all(base_name(file).endswith(METADATA) for file in files):  # without a listing
+        for file in files:
+            data = step.store.read(step.in_store(file), limit=MAX_METADATA_BYTES)
+            now[file] = sha256_of(data)
+    else:
+        now.update(OpenStep(step.store, step.name).digests)
     for file, digest in chosen.digests:
         found = now.get(file)
         if found is None:
@@ -330,18 +337,7 @@ def _read_decided(step: OpenStep, chosen: Report) -> bytes | None:
             raise StorageUnavailable(
                 f"{file} has digest {found[:12]}…, but rank 0 read {digest[:12]}…"
             )
-    return data
-
-
-def _read_now(step: OpenStep, files: Sequence[str]) -> tuple[Mapping[str, str], bytes | None]:
-    """The digests of a step as the storage has it now; of metadata without a listing."""
-    if not all(base_name(file).endswith(METADATA) for file in files):
-        return OpenStep(step.store, step.name).digests, None
-    digests, data = {}, None
-    for file in files:
-        data = step.store.read(step.in_store(file), limit=MAX_METADATA_BYTES)
-        digests[file] = sha256_of(data)
-    return digests, data if files == [METADATA] else None
+    return data if files == [METADATA] else None
 
 
 def prove_content(
@@ -435,23 +431,22 @@ def resolve(
 
 def _report(decision: Pick, group: ProcessGroup) -> None:
     """Print the decision in one line, on rank 0 only; `loss/formats/markers.py` reads it."""
-    if group.is_first:
-        from ckptctl.train.ledger import to_stderr  # which imports this module
+    if not group.is_first:
+        return
+    from ckptctl.train.ledger import to_stderr  # which imports this module
 
-        to_stderr("; ".join(_report_parts(decision)))
-
-
-def _report_parts(decision: Pick) -> Iterator[str]:
     chosen = decision.chosen
     if chosen is None:
-        yield f"no step to resume from in {', '.join(decision.roots)}: this is a fresh start"
+        line = f"no step to resume from in {', '.join(decision.roots)}: this is a fresh start"
     else:
         # Of a folder that is named by a count of saves, only the path is printed: `loss` would
         # take the number for a step.
         trained = train_step(chosen)
-        step = "" if trained is None else f" step {trained}"
+        named = "" if trained is None else f" step {trained}"
         back = ", falling back" if decision.answer is Answer.FELL_BACK else ""
-        yield f"resuming from{step}{back}: {chosen.url}"
+        line = f"resuming from{named}{back}: {chosen.url}"
     reasons = {over.step: over.reason for over in decision.passed_over if over.step is not None}
-    for number in sorted(reasons, reverse=True):
-        yield f"not from step {number}: {reasons[number]}"
+    skipped = [
+        f"not from step {step}: {why}" for step, why in sorted(reasons.items(), reverse=True)
+    ]
+    to_stderr("; ".join([line, *skipped]))
