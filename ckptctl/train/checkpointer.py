@@ -34,7 +34,6 @@ from ckptctl.options import (
     options_from,
 )
 from ckptctl.selection.branches import read_resumes
-from ckptctl.selection.candidates import CachingInspector, Candidate
 from ckptctl.selection.fencing import check_token
 from ckptctl.selection.retention import NotCounted, RetentionPlan, Rules, remove_step
 from ckptctl.selection.roots import list_all, list_root
@@ -625,7 +624,8 @@ class Retention:
             plan = RetentionPlan(
                 OpenRoot(self._store, list_all(self._store)),
                 rules,
-                prove=_not_now,
+                # Proving a step's bytes is left to `prune` and `seal`.
+                prove=lambda *_: NotCounted("written to since it was sealed"),
                 others=[root for other in others for root in _listed(*other)],
                 memory=self._memory,
             )
@@ -657,8 +657,3 @@ def _listed(store: Store, optional: bool) -> Iterator[OpenRoot]:
     except StorageError:
         if not optional:
             raise
-
-
-def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> NotCounted:
-    """Not during training: proving a step's bytes is left to `prune` and `seal`."""
-    return NotCounted("written to since it was sealed")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -54,7 +55,7 @@ from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import bound, digested, digests_for, identity_of, is_sealed
 from ckptctl.signatures import public_key, public_key_of
-from ckptctl.storage.contract import Folders, Store
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import HeldRoot, move_aside
 from ckptctl.train.held_once import LowestRankPlanner
@@ -239,7 +240,10 @@ class StepSave:
                     next_command=verify,
                 )
             if folders is not None:
-                moved = self._move_aside(folders, found.name)
+                try:
+                    moved = folders.path_of(move_aside(folders, self._attempt.token, found.name))
+                except StorageError as error:
+                    raise SaveFailed(f"{error.message}: it could not be moved aside") from error
             elif found.name == self.name and report.digests:
                 raise SaveFailed(
                     f"step {self.number} was not saved: {report.url} exists from this attempt and "
@@ -253,12 +257,6 @@ class StepSave:
         if folders is not None:
             folders.make_folder(self.name)
         return moved
-
-    def _move_aside(self, folders: Folders, name: str) -> str:
-        try:
-            return folders.path_of(move_aside(folders, self._attempt.token, name))
-        except StorageError as error:
-            raise SaveFailed(f"{error.message}: it could not be moved aside") from error
 
     # Writing
 
@@ -367,7 +365,9 @@ class StepSave:
         files = self._group.from_first(
             lambda: [file for file in list_step(self._store, self.name) if is_sealed(file)]
         )
-        own = [file for file in files if _writer_of(file, self._group.size) == self._group.rank]
+        # Each digests what it wrote, and rank 0 the files of no rank.
+        rank, size = self._group.rank, self._group.size
+        own = [file for file in files if (shard_rank(file.path) or 0) % size == rank]
         shares = self._group.from_all(lambda: self._digests_of(own, written))
         sealed = sorted((file for files, _ in shares for file in files), key=lambda one: one.path)
         damaged = [finding for _, findings in shares for finding in findings]
@@ -485,12 +485,6 @@ def _failures_of(error: BaseException) -> str:
     return ("; ".join(described[:2]) + more)[:600] or type(error).__name__
 
 
-def _writer_of(file: FileInfo, n_ranks: int) -> int:
-    """The rank that wrote a file, and so digests it; rank 0 for files of no rank."""
-    rank = shard_rank(file.path)
-    return 0 if rank is None else rank % n_ranks
-
-
 class Stager:
     """Copies states of the same structure; a copy is valid until the next one is made."""
 
@@ -499,47 +493,41 @@ class Stager:
 
     def staged(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy that shares no memory with the objects of the training."""
+        import torch
+        from torch.distributed.checkpoint import staging
+
+        copied: dict[str, Any]
+        if not hasattr(staging, "DefaultStager"):  # torch before 2.9
+            copied = _copied(state)
+            return copied
         if self._stager is None:
-            self._stager = _new_stager()
-        copied: dict[str, Any] = self._stager.stage(state)
+            on_gpu = torch.cuda.is_available()
+            self._stager = staging.DefaultStager(
+                staging.StagingOptions(
+                    use_pinned_memory=on_gpu,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_gpu,
+                )
+            )
+        copied = self._stager.stage(state)
         return copied
 
     def close(self) -> None:
         """Release the buffers."""
-        if hasattr(self._stager, "close"):
+        if self._stager is not None:
             self._stager.close()
         self._stager = None
 
 
-def _new_stager() -> Any:
+def _copied(state: Any) -> Any:
+    """A new copy of a state. DTensors keep their position in the mesh, not their device."""
     import torch
-    from torch.distributed.checkpoint import staging
 
-    if not hasattr(staging, "DefaultStager"):  # torch before 2.9
-        return _CopyingStager()
-    on_gpu = torch.cuda.is_available()
-    return staging.DefaultStager(
-        staging.StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-    )
-
-
-class _CopyingStager:
-    """Makes a new copy each time. DTensors keep their position in the mesh, not their device."""
-
-    def stage(self, state: Any) -> Any:
-        import copy
-
-        import torch
-
-        if isinstance(state, torch.Tensor):
-            return state.detach().to("cpu", copy=True)
-        if isinstance(state, dict):
-            return {key: self.stage(value) for key, value in state.items()}
-        if isinstance(state, (list, tuple)):
-            return type(state)(self.stage(value) for value in state)
-        return copy.deepcopy(state)
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_copied, state))
+    return deepcopy(state)
