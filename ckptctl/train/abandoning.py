@@ -70,7 +70,7 @@ def supersede_all(
     for branch in branches:
         why = branch.warning
         try:
-            numbers.update(tuple(_supersede(held, branch, step)))
+            numbers.update(tuple(supersede(held, branch, step)))
         except StorageError as error:
             if branch.store is job.store:
                 raise
@@ -193,7 +193,7 @@ def newer_steps(
     return tuple(newer)
 
 
-def _supersede(held: HeldRoot, branch: Branch, step: int | None) -> Iterator[int]:
+def supersede(held: HeldRoot, branch: Branch, step: int | None) -> Iterator[int]:
     """Supersede the abandoned steps of one root; yields their numbers, oldest first.
 
     `branch` was read when the resumed step was decided, so it excludes saves of a later
