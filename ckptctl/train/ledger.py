@@ -180,6 +180,10 @@ def to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
+STATE_LISTS = ("restored", "derived", "lost")
+"""What a report states of the kinds of state."""
+
+
 def report_of(root: str, attempt: str | None, world_size: int) -> dict[str, Any]:
     """A report (schema `ckptctl.resume/1`) of a fresh run, of which nothing was restored."""
     return {
@@ -197,7 +201,7 @@ def report_of(root: str, attempt: str | None, world_size: int) -> dict[str, Any]
         "world_size": world_size,
         "saved_world_size": None,
         "previous_attempt": None,
-        "state": {"restored": [], "derived": [], "lost": []},
+        "state": {name: [] for name in STATE_LISTS},
         "cluster": None,
     }
 
@@ -221,7 +225,7 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
             for over in decision.passed_over
         ],
         "saved_world_size": saved.world_size,
-        "state": restored.inventory.document(),
+        "state": {name: getattr(restored.inventory, name) for name in STATE_LISTS},
         "drift": [redacted_values(as_fields(each)) for each in _drift_of(job, restored)],
     }
 

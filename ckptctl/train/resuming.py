@@ -72,7 +72,6 @@ from ckptctl.train.restoring import (
     Restored,
     SavedProgress,
     Start,
-    kinds_in,
     progress_of,
     read_into,
     saved_metadata,
@@ -249,7 +248,8 @@ class Resume:
 
     def _wanted(self, view: StepView, undo: ExitStack) -> tuple[RankEntries, LoadTarget]:
         """What this rank loads; `undo` takes back the state that its optimizers get for it."""
-        parts, saved, kinds = self._job.parts, view.saved, kinds_in(view.saved)
+        parts, saved = self._job.parts, view.saved
+        kinds = {name.partition(".")[0] for name in names_in(saved)}
         formless = False
         for name, optimizer in parts.named_optimizers():
             if name in kinds or name in saved.bytes_entries:
@@ -302,8 +302,7 @@ class Resume:
             lambda: Restore(wanted, differences, saved, job).run(chosen.url)
         )
         for other in others:
-            for mine, theirs in zip(inventory.lists, other.lists, strict=True):
-                mine += [each for each in theirs if each not in mine]
+            inventory.add(other)
         return saved, inventory
 
     # Taking the root over
