@@ -148,16 +148,13 @@ class Checkpointer:
         shared = self._shared = SharedStores.of(storage)
         selection = Selection(roots, policy, requirements, shared, options.settle_s)
         stores = {url: open_store(url, shared) for url in roots.urls}
+        dp_rank = group.rank if options.dp_rank is None else options.dp_rank
+        dp_size = group.size if options.dp_size is None else options.dp_size
         self._job = Job(
             roots.first,
             stores[roots.first],
             group,
-            RankPosition(
-                group.rank,
-                group.size,
-                group.rank if options.dp_rank is None else options.dp_rank,
-                group.size if options.dp_size is None else options.dp_size,
-            ),
+            RankPosition(group.rank, group.size, dp_rank, dp_size),
             parts,
             options,
             selection,
@@ -167,9 +164,8 @@ class Checkpointer:
         )
         # An outage of a minute must not end a run that could save afterwards.
         self._save_store = open_store(roots.first, replace(shared, retry_for_s=SAVE_RETRY_S))
-        self._later = make_group(
-            options.patience_s
-        )  # for asynchronous saves, whose collectives overlap
+        # For asynchronous saves, whose collectives overlap with those of the training.
+        self._later = make_group(options.patience_s)
         self._keep = keep
         self._attempt: RankAttempt | None = None
         self._replay: Start | None = None
@@ -179,12 +175,11 @@ class Checkpointer:
         self._retention: Retention | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
-        give_generator(self._job.parts, self._job.position, options.seed)
-        extra, dp_rank = self._job.parts.extra, self._job.position.dp_rank
-        follow_all(dataloader, extra, group, dp_rank, options, tell)
-        own = DataLedger()
-        followed = (data_ledger or own).follow(dataloader, self._job.position.dp_size)
-        self._data_ledger = own if followed and data_ledger is None else data_ledger
+        give_generator(parts, self._job.position, options.seed)
+        follow_all(dataloader, parts.extra, group, dp_rank, options, tell)
+        ledger = data_ledger or DataLedger()
+        is_followed = ledger.follow(dataloader, dp_size)
+        self._data_ledger = ledger if is_followed else data_ledger
 
     # Resuming
 
@@ -260,9 +255,9 @@ class Checkpointer:
             return self._not_saved(self._replay, counts.step)
         with self._stalled():
             self.flush()
-            one = self._next_save(counts.step, self._job.group)
-            self._run(one, self._state(counts), counts)
-            return one.url
+            save = self._next_save(counts.step, self._job.group)
+            self._run(save, self._state(counts), counts)
+            return save.url
 
     def save_async(
         self,
@@ -285,10 +280,10 @@ class Checkpointer:
             return self._not_saved(self._replay, counts.step)
         with self._stalled():
             self.flush()
-            one = self._next_save(counts.step, self._later)
+            save = self._next_save(counts.step, self._later)
             taken = self._state(counts, self._stager.staged)
-            self._flight = self._pool.submit(self._run_later, one, taken, counts)
-            return one.url
+            self._flight = self._pool.submit(self._run_later, save, taken, counts)
+            return save.url
 
     def flush(self) -> None:
         """Wait for the save in flight, and raise its error.
@@ -337,14 +332,14 @@ class Checkpointer:
         return self._attempt
 
     def _next_save(self, step: int, group: ProcessGroup) -> StepSave:
-        attempt = self._begun()
+        attempt, job = self._begun(), self._job
         if self._closed:
             raise UsageError(f"step {step} cannot be saved: close was called before")
-        requirements = self._job.selection.requirements
-        save = StepSave(self._save_store, group, step, attempt, self._job.options, requirements)
-        if self._job.group.is_first and step > attempt.saved:
+        if job.group.is_first and step > attempt.saved:
             attempt.record(SavingLine(step=step))
-        return save
+        return StepSave(
+            self._save_store, group, step, attempt, job.options, job.selection.requirements
+        )
 
     def _state(
         self,
@@ -356,88 +351,84 @@ class Checkpointer:
         An error of one rank is one of all, and so are lost weights.
         """
         step, samples = counts.step, counts.samples
-        if samples is None and self._job.parts.has_global_loader:
-            samples = self._job.parts.dataloader.position
+        parts, group, position = self._job.parts, self._job.group, self._job.position
+        if samples is None and parts.has_global_loader:
+            samples = parts.dataloader.position
         progress = {"step": step, "seed": self._job.options.seed}
         progress |= {} if counts.tokens is None else {"tokens": counts.tokens}
         progress |= {} if samples is None else {"samples": samples}
         attempt = self._begun()
         loss, saved = attempt.loss if counts.loss is None else counts.loss, attempt.saved
-        parts = self._job.parts
-        group, per_rank = self._job.group, tuple(self._job.options.per_rank)
 
         def collected() -> tuple[
-            tuple[str, tuple[float | None, bool], Outline], tuple[StateToSave, HeldOnce]
+            tuple[str, float | None, bool, Outline], tuple[StateToSave, HeldOnce]
         ]:
             if step <= saved:
                 raise UsageError(f"step {step} cannot be saved: the run is already at step {saved}")
-            state = collect(parts, self._job.position, progress)
+            state = collect(parts, position, progress)
             # At every save, because any step may introduce a value that cannot be loaded.
             check_readable(state)
             copied = copied_buffers(parts.model, state)
-            held = HeldOnce(state, copied, per_rank, group)
-            training = loss, attempt.is_sound
-            return (why_lost(parts.model, loss), training, held.outline), (
-                StateToSave(state, buffers=copied),
-                held,
-            )
+            held = HeldOnce(state, copied, tuple(self._job.options.per_rank), group)
+            why = why_lost(parts.model, loss)
+            taken = StateToSave(state, buffers=copied)
+            return (why, loss, attempt.is_sound, held.outline), (taken, held)
 
         ranks, (taken, held) = group.from_all_keeping(collected)
-        held.agree([outline for _, _, outline in ranks], group)
-        lost = next((why for why, _, _ in ranks if why), "")
-        losses = [loss for _, (loss, _), _ in ranks if loss is not None]
-        well = all(map(math.isfinite, losses)) and all(sound for _, (_, sound), _ in ranks)
-        went_well = None if well and not losses else well
+        reasons, losses, sound, outlines = zip(*ranks, strict=True)
+        held.agree(outlines, group)
+        known = [loss for loss in losses if loss is not None]
+        well = all(map(math.isfinite, known)) and all(sound)
+        went_well = None if well and not known else well
         data = None
         if self._data_ledger is not None:
-            at = self._job.position
-            data = self._data_ledger.collect(step, group, at.dp_rank, at.dp_size)
+            data = self._data_ledger.collect(step, group, position.dp_rank, position.dp_size)
         state = taken.state if staged is None else group.on_all(lambda: staged(taken.state))
+        lost = next(filter(None, reasons), "")
         return replace(taken, state=state, lost=lost, went_well=went_well, data=data)
 
-    def _run_later(self, one: StepSave, taken: StateToSave, counts: Counts) -> None:
+    def _run_later(self, save: StepSave, taken: StateToSave, counts: Counts) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
-        report_saving(one.number)
+        report_saving(save.number)
         try:
-            self._run(one, taken, counts)
+            self._run(save, taken, counts)
         finally:
             report_saving(None)
 
-    def _run(self, one: StepSave, taken: StateToSave, counts: Counts) -> None:
+    def _run(self, save: StepSave, taken: StateToSave, counts: Counts) -> None:
         """Save, record it, and start to remove older steps."""
         began_s, loss = time.monotonic(), counts.loss
-        one.run(taken)
+        save.run(taken)
         attempt = self._begun()
-        attempt.saved = one.number
+        attempt.saved = save.number
         if self._data_ledger is not None:
             self._data_ledger.saved(taken.data)
         if not self._job.group.is_first:
             return
         if taken.lost:
             self._job.tell(
-                f"{one.url} is saved and rejected: {taken.lost}; no later step of this attempt can "
-                "be used"
+                f"{save.url} is saved and rejected: {taken.lost}; no later step of this attempt "
+                "can be used"
             )
         attempt.record(
             SavedLine(
-                step=one.number,
-                path=one.url,
+                step=save.number,
+                path=save.url,
                 tokens=counts.tokens,
                 loss=loss if loss is not None and math.isfinite(loss) else None,
                 took_s=round(time.monotonic() - began_s, 3),
-                moved_aside=one.moved_aside,
+                moved_aside=save.moved_aside,
             )
         )
         attempt.ledger.drain(RECORD_TIMEOUT_S)
-        self._confirm(attempt, one.number, went_well=taken.went_well)
+        self._confirm(attempt, save.number, went_well=taken.went_well)
         if self._keep is not None:
-            self._retain(attempt, one.number, self._keep)
+            self._retain(attempt, save.number, self._keep)
 
     def _confirm(self, attempt: RankAttempt, step: int, *, went_well: bool | None) -> None:
         """Confirm the resumed step once training has gone well for long enough; on rank 0 only.
 
-        Asked once. The save has succeeded, so a mark that cannot be written is reported, not
-        raised.
+        The save has succeeded, so a mark that cannot be written is reported, not raised.
         """
         after, resumed = self._job.options.confirm_after, attempt.resumed
         if self._confirmed or not after or resumed is None or went_well is False:
@@ -464,7 +455,6 @@ class Checkpointer:
         On rank 0 only. The save has succeeded, so a failed removal is reported, not raised.
         """
         if self._retention is None:
-            # Its requests fail early: the next save removes what is left.
             self._retention = Retention(self._job, attempt, keep)
         protected = {step: "it was saved just now"}
         if attempt.resumed_from is not None:
@@ -521,20 +511,16 @@ class Checkpointer:
             return
         if self._attempt is not None:
             self._attempt.ended_by(error)
-        try:
-            self.flush()
-        except CkptctlError as lost:
-            self._job.tell(f"the save in flight is lost: {lost.message}")
-        finally:
-            self._leave("exception")
+        self._end("exception")
 
-    def _end(self) -> None:
+    def _end(self, how: str = "exit") -> None:
         """Complete the save in flight, and end the record, as the process ends without `close`."""
         try:
             self.flush()
         except CkptctlError as lost:
             self._job.tell(f"the save in flight is lost: {lost.message}")
-        self._leave("exit")
+        finally:
+            self._leave(how)
 
     def _leave(self, how: str) -> None:
         self._closed = True
@@ -567,7 +553,7 @@ def _end_all() -> None:
         one._end()
 
 
-PATIENCE_S = 30.0
+_PATIENCE_S = 30.0
 """How long a save, or the end of the process, waits for the previous removal."""
 
 
@@ -599,10 +585,10 @@ class Retention:
         if self._thread is None or not self._thread.is_alive():
             self._thread = start_daemon("ckptctl-retention", self._run, dict(protected))
 
-    def wait(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the removal ends, at most `timeout_s` seconds."""
+    def wait(self) -> None:
+        """Wait until the removal ends, for half a minute at most."""
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(_PATIENCE_S)
 
     def _run(self, protected: Mapping[int, str]) -> None:
         selection = self._job.selection
@@ -620,6 +606,7 @@ class Retention:
             for url, store in self._job.stores.items()
             if store is not self._store
         ]
+        failures: Sequence[CkptctlError] = ()
         try:
             plan = RetentionPlan(
                 OpenRoot(self._store, list_all(self._store)),
@@ -630,20 +617,18 @@ class Retention:
                 memory=self._memory,
             )
             plan.carry_out(self._remove)
-            failures: Sequence[CkptctlError] = plan.failures
+            failures = plan.failures
         except CkptctlError as error:
             failures = [error]
         if failures:
-            self._job.tell(
-                f"older steps were not removed: {failures[0].message}{and_more(failures)}"
-            )
+            why = f"{failures[0].message}{and_more(failures)}"
+            self._job.tell(f"older steps were not removed: {why}")
 
     def _remove(self, inspected: Inspection) -> bool:
         check_token(self._store, self._attempt.token)
+        name, path = inspected.step.name, join_url(self._store.url, inspected.step.name)
         # Before it goes: a signal may end this process at any moment.
-        name = inspected.step.name
-        number = inspected.report.number
-        self._attempt.record(RemovingLine(step=number, path=join_url(self._store.url, name)))
+        self._attempt.record(RemovingLine(step=inspected.report.number, path=path))
         self._attempt.ledger.drain(RECORD_TIMEOUT_S)
         return remove_step(self._store, name, seen=inspected.step.files)
 
