@@ -43,8 +43,7 @@ class Stateful(Protocol):
         ...
 
 
-STATEFUL = ("state_dict", "load_state_dict")
-"""The methods of a `Stateful`."""
+_STATEFUL = ("state_dict", "load_state_dict")
 
 PARTS = ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
 """The kinds of state of which a script has one part each; those of `extra` have names."""
@@ -98,21 +97,22 @@ class Parts:
                     "holds the state of some parameters only, and does not say of which: use the "
                     "optimizer that it wraps, and fully_shard() on the model to divide its state"
                 )
-        for name, instead in (
-            ("dataloader", "use ckptctl.train.GlobalLoader or torchdata's StatefulDataLoader"),
-            *((f"extra {name}", "give it both methods") for name in self.extra),
-            ("scheduler", "give it both methods"),
-            ("grad_scaler", "give it both methods"),
-        ):
-            kind, _, own = name.partition(" ")
-            part = self.extra[own] if own else getattr(self, kind)
-            for one in _listed(part) if kind == "scheduler" else (part,):
-                if one is None or all(hasattr(one, method) for method in STATEFUL):
-                    continue
-                raise UsageError(
-                    f"{name} is a {type(one).__name__}, which does not have state_dict and "
-                    f"load_state_dict, so its state would be lost: {instead}"
-                )
+        stateful = [
+            ("dataloader", self.dataloader),
+            *((f"extra {name}", part) for name, part in self.extra.items()),
+            *(("scheduler", part) for part in _listed(self.scheduler)),
+            ("grad_scaler", self.grad_scaler),
+        ]
+        for name, part in stateful:
+            if part is None or all(hasattr(part, method) for method in _STATEFUL):
+                continue
+            instead = "give it both methods"
+            if name == "dataloader":
+                instead = "use ckptctl.train.GlobalLoader or torchdata's StatefulDataLoader"
+            raise UsageError(
+                f"{name} is a {type(part).__name__}, which does not have state_dict and "
+                f"load_state_dict, so its state would be lost: {instead}"
+            )
 
     def named_optimizers(self) -> Iterator[tuple[str, Any]]:
         """Each optimizer, also of `extra`, with the name of its state in a step."""
@@ -165,10 +165,9 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
         part = getattr(parts, name)
         if part is not None:
             state[name] = _kept(state_of(part))
-    if parts.has_global_loader:
-        state["dataloader"] = {GLOBAL_DATA: _kept(parts.dataloader.state_dict())}
-    elif parts.dataloader is not None:
-        state["dataloader"] = {position.data_key: _kept(parts.dataloader.state_dict())}
+    if parts.dataloader is not None:
+        key = GLOBAL_DATA if parts.has_global_loader else position.data_key
+        state["dataloader"] = {key: _kept(parts.dataloader.state_dict())}
     for name, one in parts.extra.items():
         values, tensors = split(one.state_dict(), name)
         state.setdefault("extra", {})[name] = _kept(values)
@@ -180,11 +179,8 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
     if generator is not None:
         own["dataloader"] = generator.get_state()
     state["rng"] = {position.rng_key: _kept(own)}
-    state["train_state"] = {
-        **progress,
-        "world_size": position.world_size,
-        "dp_size": position.dp_size,
-    }
+    sizes = {"world_size": position.world_size, "dp_size": position.dp_size}
+    state["train_state"] = {**progress, **sizes}
     return state
 
 
@@ -273,29 +269,25 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, Any]) -> Any:
             raise _NotKept(f"two tensors of the name {name!r}: rename one")
         tensors[name] = value
         return {TENSOR: name}
+    if not isinstance(value, Mapping | list | tuple):
+        return value
     n_before = len(tensors)
     dot = "." if name else ""
-    copied: Any = value
-    if isinstance(value, Mapping):
-        copied = {
-            key: _without_tensors(one, f"{name}{dot}{key}", tensors) for key, one in value.items()
-        }
-    elif isinstance(value, list | tuple):
-        items = [
-            _without_tensors(one, f"{name}{dot}{key}", tensors) for key, one in enumerate(value)
-        ]
-        copied = tuple(items) if isinstance(value, tuple) else items
+    copied: Any = {
+        key: _without_tensors(inner, f"{name}{dot}{key}", tensors)
+        for key, inner in (value.items() if isinstance(value, Mapping) else enumerate(value))
+    }
     if isinstance(value, Mapping) and TENSOR in value:
         raise _NotKept(f"the key {TENSOR!r} ({name or 'in the state itself'}): rename it")
     if len(tensors) == n_before:
         return value
-    if type(value) not in (dict, OrderedDict, list, tuple):
-        kind = type(value).__name__
+    kind: Any = type(value)
+    if kind not in (dict, OrderedDict, list, tuple):
         raise _NotKept(
-            f"a {kind} with tensors in it ({name or 'the state itself'}), which would be loaded as "
-            "another value: return a plain dict, list or tuple"
+            f"a {kind.__name__} with tensors in it ({name or 'the state itself'}), which would be "
+            "loaded as another value: return a plain dict, list or tuple"
         )
-    return OrderedDict(copied) if type(value) is OrderedDict else copied
+    return kind(copied if isinstance(value, dict) else copied.values())
 
 
 def joined(values: Any, tensors: Mapping[str, Any]) -> Any:
@@ -325,15 +317,15 @@ def check_readable(state: Mapping[str, Any]) -> None:
     """
     import torch
 
-    for name, (value,) in _values(state, ""):
-        _check_value(name, value)
-    for name in ("model", "optimizer", "extra_tensors"):
-        for fqn, leaf in _leaves(state.get(name, {}), name):
+    for kind, part in state.items():
+        for fqn, leaf in _leaves(part, kind):
             if isinstance(leaf, torch.Tensor):
                 for tensor in local_tensors(leaf):
                     _check_tensor(fqn, tensor)
-                    if name == "model":  # an `extra` takes what is loaded
+                    if kind == "model":  # an `extra` takes what is loaded
                         check_can_be_written(fqn, tensor)
+            elif kind not in ("model", "optimizer", "extra_tensors") and isinstance(leaf, tuple):
+                _check_value(fqn, *leaf)
             elif leaf is not None and type(leaf) not in (bool, int, float, str):
                 _check_value(fqn, leaf)
 
@@ -422,23 +414,11 @@ def local_tensors(tensor: Any) -> Iterator[Any]:
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Each value that DCP writes as one entry: what is neither a dict nor a list."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(one, f"{name}.{key}")
-    elif isinstance(value, list):
-        for key, one in enumerate(value):
-            yield from _leaves(one, f"{name}.{key}")
+    if isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
     else:
         yield name, value
-
-
-def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        here = f"{name}.{key}" if name else str(key)
-        if isinstance(value, tuple):
-            yield here, value
-        elif isinstance(value, Mapping) and here not in ("model", "optimizer", "extra_tensors"):
-            yield from _values(value, here)
 
 
 def template(
@@ -514,16 +494,12 @@ def rng_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = tuple(torch.cuda.get_rng_state_all())
     if "numpy" in sys.modules:
-        state["numpy"] = _numpy_state()
+        import numpy as np
+
+        name, key, place, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())
+        keys = torch.from_numpy(key.astype("int64"))
+        state["numpy"] = (str(name), keys, int(place), int(has_gauss), gauss)
     return state
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    import numpy as np
-    import torch
-
-    name, key, place, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())
-    return (str(name), torch.from_numpy(key.astype("int64")), int(place), int(has_gauss), gauss)
 
 
 def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
@@ -591,7 +567,7 @@ def states_in(values: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], list[s
 
 def _as_tuples(value: Any) -> Any:
     # `random.setstate` accepts tuples only; a load may give lists.
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def reseed(seed: int, step: int, rank: int) -> None:
