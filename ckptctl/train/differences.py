@@ -56,19 +56,17 @@ def names_in(saved: Metadata) -> Iterator[str]:
     yield from saved.bytes_entries
 
 
-def compare(ranks: Sequence[RankEntries], saved: Metadata) -> Differences:
-    """What all ranks together would lose by a load of the step; the same on every rank."""
-    return _StateComparison(ranks, saved).run()
-
-
 @dataclass(slots=True)
-class _StateComparison:
+class StateComparison:
+    """What all ranks together would lose by a load of the step; the same on every rank."""
+
     ranks: Sequence[RankEntries]
     saved: Metadata
     lost: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Differences:
+        """Compare every kind of state."""
         names = list(names_in(self.saved))
         used = 0
         for rank in self.ranks:
@@ -77,11 +75,15 @@ class _StateComparison:
         unused = [name for name, digit in zip(names, digits, strict=True) if digit == "0"]
         missing = sorted({name for rank in self.ranks for name in rank.missing})
         given = {part for rank in self.ranks for part in rank.parts}
-        both = given & self._whole_parts(given)
-        for part in sorted(both - {"model", "optimizer"}):
+        saved = {part for name in names if (part := part_of(name)) is not None}
+        self.lost += sorted(given - saved - {"dataloader"})
+        self.lost += [
+            f"{part} (the step has it, and the script gives none)" for part in sorted(saved - given)
+        ]
+        for part in sorted((given & saved) - {"model", "optimizer"}):
             self._own_entries(part, names, unused)
         keeps = (True, True)
-        for part in sorted(both):
+        for part in sorted(given & saved):
             if part == "model":
                 self._entries(part, _of("model", unused), _of("model", missing))
             elif part == "optimizer":
@@ -92,15 +94,6 @@ class _StateComparison:
         for kind, there, here in sorted({cast for rank in self.ranks for cast in rank.casts}):
             self.notes.append(f"{kind}: {there} in the step is {here} in this job, and was cast")
         return Differences(tuple(self.lost), tuple(self.notes), *keeps)
-
-    def _whole_parts(self, given: set[str]) -> set[str]:
-        """What one side has nothing of; returns the parts of the step."""
-        saved = {part for name in names_in(self.saved) if (part := part_of(name)) is not None}
-        self.lost += sorted(given - saved - {"dataloader"})
-        self.lost += [
-            f"{part} (the step has it, and the script gives none)" for part in sorted(saved - given)
-        ]
-        return saved
 
     def _own_entries(self, part: str, names: Sequence[str], unused: Sequence[str]) -> None:
         """The entries of a part of which each rank saved its own, for ranks that differ now."""
@@ -115,16 +108,15 @@ class _StateComparison:
         self._entries(part, beyond, [])
 
     def _entries(self, part: str, unused: Sequence[str], missing: Sequence[str]) -> None:
-        if unused:
-            self.lost.append(
-                f"{part} ({counted(len(unused), 'entry', 'entries')} of the step that this "
-                f"job does not have, such as {unused[0]})"
-            )
-        if missing:
-            self.lost.append(
-                f"{part} ({counted(len(missing), 'entry', 'entries')} of this job that the "
-                f"step does not have, such as {missing[0]})"
-            )
+        for names, whose, other in (
+            (unused, "the step", "this job"),
+            (missing, "this job", "the step"),
+        ):
+            if names:
+                what = counted(len(names), "entry", "entries")
+                self.lost.append(
+                    f"{part} ({what} of {whose} that {other} does not have, such as {names[0]})"
+                )
 
     def _optimizer(
         self, used: Collection[str], unused: Sequence[str], missing: Sequence[str]

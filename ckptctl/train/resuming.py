@@ -33,7 +33,13 @@ from ckptctl.selection.fencing import Token, check_token, take_token
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import Pick
 from ckptctl.train.abandoning import Branch, HeldRoot, abandoned_branches, supersede_all
-from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
+from ckptctl.train.differences import (
+    Differences,
+    RankEntries,
+    StateComparison,
+    names_in,
+    refuse_lost,
+)
 from ckptctl.train.ledger import (
     Ledger,
     RankAttempt,
@@ -226,7 +232,7 @@ class Resume:
             with ExitStack() as undo:
                 # A different model must fail on every rank before any tensor is written to.
                 entries, wanted = group.from_all_keeping(lambda: self._wanted(view, undo))
-                differences = compare(entries, view.shared)
+                differences = StateComparison(entries, view.shared).run()
                 refuse_lost(differences.lost, step, path, job.options)
 
                 def read(values: dict[str, Any]) -> dict[str, Any]:

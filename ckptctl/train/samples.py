@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from ckptctl.train.data_ledger import DataLedger
 
 _MASK = 2**64 - 1
@@ -48,22 +46,17 @@ class Order:
         if not self.shuffle:
             return index
         if self._keys[0] != epoch:
-            self._keys = (epoch, self._keys_of(epoch))
+            words = hashlib.sha256(f"ckptctl order {self.seed} {epoch}".encode()).digest()
+            keys = (words[8 * i : 8 * i + 8] for i in range(_ROUNDS))
+            self._keys = (epoch, tuple(int.from_bytes(key, "big") for key in keys))
+        low_mask = (1 << self._half) - 1
         while True:
-            index = self._permuted(index)
+            left, right = index >> self._half, index & low_mask
+            for key in self._keys[1]:
+                left, right = right, left ^ (_mixed(right ^ key) & low_mask)
+            index = left << self._half | right
             if index < self.n_samples:
                 return index
-
-    def _keys_of(self, epoch: int) -> tuple[int, ...]:
-        words = hashlib.sha256(f"ckptctl order {self.seed} {epoch}".encode()).digest()
-        return tuple(int.from_bytes(words[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS))
-
-    def _permuted(self, index: int) -> int:
-        low_mask = (1 << self._half) - 1
-        left, right = index >> self._half, index & low_mask
-        for key in self._keys[1]:
-            left, right = right, left ^ (_mixed(right ^ key) & low_mask)
-        return left << self._half | right
 
 
 def _mixed(word: int) -> int:
@@ -112,26 +105,6 @@ def samples_digest(start: int, samples: Iterable[int]) -> str:
     for position, sample in enumerate(samples, start):
         digest.add(position, sample)
     return str(digest)
-
-
-class _Batches:
-    """The batches of one rank from a position on, as a DataLoader requests them.
-
-    `requested` are the indices of those that the loader has not returned yet.
-    """
-
-    def __init__(self, loader: GlobalLoader) -> None:
-        self._loader = loader
-        self._start = loader.position
-        self.requested: deque[list[int]] = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = self._start
-        while size := self._loader.batch_at(start):
-            batch = [self._loader.order.sample_at(p) for p in self._loader.own(start, size)]
-            self.requested.append(batch)
-            yield batch
-            start += size
 
 
 class GlobalLoader:
@@ -198,17 +171,28 @@ class GlobalLoader:
         return share_of(start, size, self.rank, self.n_ranks)
 
     def __iter__(self) -> Iterator[Any]:
+        import torch
         from torch.utils.data import DataLoader
 
-        batches = _Batches(self)
-        sampler: Any = batches
+        requested: deque[list[int]] = deque()  # of the batches that are not returned yet
+
+        def batches() -> Iterator[list[int]]:
+            start = self.position
+            while size := self.batch_at(start):
+                requested.append([self.order.sample_at(p) for p in self.own(start, size)])
+                yield requested[-1]
+                start += size
+
+        generator = torch.Generator()
+        words = hashlib.sha256(f"{self.order.seed} {self.position} {self.rank}".encode()).digest()
+        generator.manual_seed(int.from_bytes(words[:8], "big") >> 1)
         loader: DataLoader[Any] = DataLoader(
-            self.dataset, batch_sampler=sampler, generator=self._generator(), **self.options
+            self.dataset, batch_sampler=batches(), generator=generator, **self.options
         )
         for batch in loader:
             size = self.batch_at(self.position)
             self.digest = SamplesDigest()
-            positions, samples = self.own(self.position, size), batches.requested.popleft()
+            positions, samples = self.own(self.position, size), requested.popleft()
             for position, sample in zip(positions, samples, strict=True):
                 self.digest.add(position, sample)
             if self.data_ledger is not None:
@@ -227,14 +211,6 @@ class GlobalLoader:
             epoch, place = divmod(positions.start + at, n)
             yield epoch, values[at : at + n - place]
             at += n - place
-
-    def _generator(self) -> torch.Generator:
-        import torch
-
-        generator = torch.Generator()
-        words = hashlib.sha256(f"{self.order.seed} {self.position} {self.rank}".encode()).digest()
-        generator.manual_seed(int.from_bytes(words[:8], "big") >> 1)
-        return generator
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it depends on: the same on every rank."""
