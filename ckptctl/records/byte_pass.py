@@ -2,9 +2,7 @@
 
 Runs of bytes are assigned whole, the largest first, and their bytes are passed in pieces to
 their consumers. On file systems each thread reads into its own buffer; on an object store
-several requests are in flight, and one thread consumes what arrives. The pass does not
-interpret the bytes. A `DigestRun` digests bytes that nothing else reads, or wraps a run that
-reads them for another reason, so that they are read once.
+several requests are in flight, and one thread consumes what arrives.
 
 `mmap` is not used: a file that is truncated while mapped would end the process.
 """

@@ -1,9 +1,8 @@
 """Read and write the elements of large records, block by block.
 
 To read, the elements of a record are divided into runs, which `byte_pass` reads into an
-`ElementSink` with several threads. If all bytes of a record are read, the checksums of the
-runs are combined and compared with the record's own. To write, `record_of` frames the blocks
-of a tensor without holding its elements in memory.
+`ElementSink`. If all of them are read, the checksums of the runs are combined and compared with
+the record's own. To write, `record_of` frames the blocks of a tensor.
 """
 
 from __future__ import annotations

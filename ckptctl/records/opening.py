@@ -1,19 +1,15 @@
 """Open a record: decompress it, check its frame, and find the tensor or the pickle in it.
 
 The first and the last bytes of a record are enough. `open_record` returns the result or
-requests more bytes; every caller that needs a record (inspection, `Reader`, reshard,
-convert, diff, the comparison with the step before) opens it here. `verification` checks
-whether the elements are those that were saved.
+requests more bytes; `verification` checks whether the elements are those that were saved.
 
 One version of torch writes the records of all chunks of one dtype and shape with the same bytes,
 except the elements, their CRC-32 (behind them and in the directory), and the text
-`.data/serialization_id` with its CRC-32. A record whose other bytes equal those of a record that
-`open_record` accepted has the same directory and the same pickle. If its checksums agree as well,
-`open_record` would accept it: `Templates` opens it without parsing.
+`.data/serialization_id` with its CRC-32. A record whose other bytes equal those of one that
+`open_record` accepted, and whose checksums agree, is opened by `Templates` without parsing.
 
-Compressed records are decompressed within a fixed memory limit, as a few bytes of zstd can
-expand to gigabytes. Output is passed on in pieces and never kept; input is fed in slices so
-short that none expands to more than about 32 MiB; a stream that exceeds its limit is refused.
+A few bytes of zstd can expand to gigabytes: output is passed on in pieces, and input is fed in
+slices so short that none expands to more than about 32 MiB.
 """
 
 from __future__ import annotations

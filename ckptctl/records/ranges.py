@@ -1,8 +1,7 @@
 """The byte ranges that the metadata of a part names, and their owners.
 
-One table in columns serves all checks: half a million ranges are common, and an object for
-each would cost more than reading the metadata. A range is a number here; `owner` returns
-the entry it belongs to.
+A range is a number in a table of columns: half a million ranges are common, and an object for
+each would cost more than reading the metadata.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Slices of tensors in elements, the byte ranges of a record that hold them, and strided copies.
 
-A record holds a chunk in row-major order; a rank that loads at another world size needs a slice
-of it. A copy takes strides in bytes, so a row-major record, a transposed one and a range of rows
-are all handled alike. `memoryview` copies runs and evenly spaced elements at the speed of C;
-Python loops only over the remaining dimensions.
+A copy takes strides in bytes, so a row-major record, a transposed one and a range of rows are all
+handled alike. `memoryview` copies runs and evenly spaced elements at the speed of C; Python loops
+only over the remaining dimensions.
 """
 
 from __future__ import annotations

@@ -242,13 +242,13 @@ class Checkpointer:
         `tokens` and `samples` count from the beginning of the run, over all ranks. If `loss`,
         or without it the last one that was noted, is not finite, and a parameter of the model
         holds NaN or infinity, the step is marked rejected before it is published, so that no
-        resume uses it. Returns
-        when the step is durable. Failed requests to an object store are retried for two
-        minutes (storage option `retry_for_s`). Raises `SaveFailed` with the cause if the
-        step could not be saved, `Fenced` if another attempt has taken the root over,
-        `UsageError` if a complete step of that number exists or if a value that a step holds once
-        differs between ranks, `RanksLost`; older steps are never changed. A replay saves nothing,
-        and raises `UsageError` after its last step.
+        resume uses it. Returns when the step is durable; failed requests to an object store are
+        retried for two minutes (storage option `retry_for_s`).
+
+        Raises `SaveFailed` with the cause if the step could not be saved, `Fenced` if another
+        attempt has taken the root over, `UsageError` if a complete step of that number exists or
+        if a value that a step holds once differs between ranks, `RanksLost`; older steps are never
+        changed. A replay saves nothing, and raises `UsageError` after its last step.
         """
         counts = self._counts(step, loss, tokens, samples)
         if self._replay is not None:
@@ -561,12 +561,11 @@ class Retention:
     """Keeps the newest `keep` steps of the root that an attempt holds, and removes older ones.
 
     Only steps that a resume of the job would use count; they are selected over all its
-    roots, and removed from the first. Inspections are cached: while the files of a step do
-    not change, a later save lists them and reads nothing.
+    roots, and removed from the first. While the files of a step do not change, a later save
+    lists them and reads nothing.
 
-    Runs on rank 0 only, in a daemon thread that takes part in no collective: a hung removal
-    delays neither a save nor the end of the process, and an interrupted one leaves an
-    interrupted save, which the next one removes.
+    Runs on rank 0 only, in a daemon thread: a hung removal delays neither a save nor the end of
+    the process, and an interrupted one leaves an interrupted save, which the next one removes.
     """
 
     def __init__(self, job: Job, attempt: RankAttempt, keep: int) -> None:

@@ -1,10 +1,8 @@
 """Compare the state in a step with that of the job, before anything is loaded.
 
-Both hold entries by name. What both hold is restored. What one of them alone holds would be lost
-without an error: the step's entries would be dropped, and the job's would keep the values that
-they begin with. So one rule applies to every kind of state, in both directions: it is lost, and
-refused unless the options of the job accept that. The ranks are compared together, because each
-may hold a part of the model.
+What both hold is restored. What one of them alone holds is lost: the step's entries would be
+dropped, and the job's would keep the values that they begin with. It is refused unless the options
+of the job accept that. The ranks are compared together: each may hold a part of the model.
 """
 
 from __future__ import annotations

@@ -2,12 +2,8 @@
 
 A signal sets a flag. At a step boundary the ranks agree: a signal to one of them is enough,
 and all stop at the same step. A process that hangs after that is ended before the scheduler
-kills it, and prints the stack of each thread.
-
-SLURM (`--signal`, `KillWait`, 30 s) and Kubernetes (`terminationGracePeriodSeconds`, 30 s)
-do not tell a job how long they wait. torchrun passes a signal on to its processes and kills
-them 30 s later, whatever the scheduler grants. The time limit of a SLURM job is in its
-environment.
+kills it, and prints the stack of each thread. Of the schedulers only SLURM states when, by the
+time limit of a job; torchrun kills its processes 30 s after it passes a signal on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Write the heartbeat of this rank for the `ckptctl run` that started the job.
 
-`Checkpointer` writes it; a script without one calls `heartbeat`. Without `ckptctl run` nothing
-is written, and no signal handler is set. The file is on the node itself, and an unchanged
-section is written once a second at most. No failure to write reaches the training.
-
-The folder is this user's, and nobody else can write it; the key of the attempt is in the
-environment. Both must be as they should be, or nothing is written.
+Without `ckptctl run` nothing is written, and no signal handler is set. The file is on the node
+itself. Its folder must be this user's, and the key of the attempt in the environment, or nothing
+is written. No failure to write reaches the training.
 """
 
 from __future__ import annotations

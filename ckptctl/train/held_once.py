@@ -1,15 +1,10 @@
 """State that a step holds once, though several ranks have it: check that they have the same.
 
-DCP saves an entry that several ranks have from one of them, whichever writes the least. Values
-that differ between ranks would be lost without an error. So all that the ranks would write under
-one name is compared before anything is written: first its form, then a quick digest of what more
-than one rank has, and where one differs a digest that depends on the values alone. If nothing but
-states of random generators differs, each rank saves its own; anything else is refused.
-
-`quick_digests` reads the memory of this machine in place, with several threads, and lets another
-device digest its own memory, from which one number a tensor is copied. It depends on the device
-and on the order of the elements in memory; `exact_digest` does not, and takes longer. No digest
-needs more than a few pieces of memory. NaN is equal to itself, bit by bit.
+DCP saves an entry that several ranks have from one of them: values that differ would be lost
+without an error. So all that the ranks would write under one name is compared before anything is
+written: its form, then a quick digest of what more than one rank has, and where one differs an
+exact digest, which depends on the values alone. If nothing but states of random generators
+differs, each rank saves its own; anything else is refused.
 
 Buffers that DDP gives from its lowest rank to the others in each forward pass may differ; those
 of the lowest rank are saved.
@@ -383,7 +378,11 @@ def number_of(data: bytes | memoryview | str) -> int:
 
 
 def quick_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The quick digest of each tensor, in their order."""
+    """The quick digest of each tensor, in their order.
+
+    It depends on the device and on the order of the elements in memory. NaN is equal to itself.
+    Memory of this machine is read in place; one number a tensor is copied from another device.
+    """
     known: dict[int, list[int]] = {}
     long: dict[int, memoryview] = {}
     on_devices: dict[torch.device, dict[int, torch.Tensor]] = {}

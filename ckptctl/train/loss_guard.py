@@ -208,9 +208,8 @@ def _reject_since(
 
     The loss of step N is computed with the weights that step N - 1 left: a step saved at N
     - 1 or later is suspect. Without such a step, the newest one led to the bad loss and
-    would do so again. `ckptctl accept` undoes a rejection. If this process has resumed from
-    the root, it rejects only while it holds the root: the steps of a later attempt have
-    other weights.
+    would do so again. If this process has resumed from the root, it rejects only while it holds
+    the root: the steps of a later attempt have other weights.
 
     Raises `StorageError` if the root cannot be listed or a mark cannot be written, with the
     command that writes it, and `Fenced`. Cost: one listing, and an inspection and a write

@@ -1,10 +1,9 @@
 """Read a step that another program saved: each entry under the name that it has in this job.
 
-What an entry is decides `formats.frameworks.state_keys`, as for `ckptctl show`; what a script maps
-with `names=` comes first. Tensors of model and optimizer are named anew and loaded like those of
-any step. Everything else is small: it is read before, so that nothing is written to the objects of
-the script if the step cannot be loaded. State that is left in the step is refused by name, with
-the argument that loads it.
+`formats.frameworks.state_keys` decides what an entry is, unless the script maps it with `names=`.
+Tensors of model and optimizer are named anew and loaded like those of any step. Everything else is
+small: it is read before, so that nothing is written to the objects of the script if the step
+cannot be loaded. State that is left in the step is refused, with the argument that loads it.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 torchdata (0.11) saves how much of a pass was taken. The rest of a pass whose last batch was taken
 is empty, so a script that begins the next epoch after a resume would train nothing in it; one that
-continues the epoch of the step expects just that. Which of them a script is shows in the epoch
-that it sets, if a sampler or the data set has `set_epoch`. A sampler of another epoch than that of
-the step has another order, too.
+continues the epoch of the step expects just that. The epoch that a script sets shows which it is.
 
-The class of a loader is replaced by one that derives from it: scripts keep their loader, and it is
-its `__iter__` that begins a pass.
+The class of a loader is replaced by one that derives from it: scripts keep their loader, and its
+`__iter__` begins a pass.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Decide the step to resume from, the same on every rank, and open it there.
 
 Rank 0 decides as `pick` does; the others receive its decision, and each proves that it
-reads the same metadata. Without a step to load, either the run is fresh, or no step is
-usable, or the storage did not answer: the first is a decision, the others are errors, and
-each is the same on every rank.
-
-`decide`, `open_on_all` and `prove_content` are the stages of a resume before the load; `resolve`
-consists of them alone. Every rank calls them.
+reads the same metadata. `decide`, `open_on_all` and `prove_content` are the stages of a resume
+before the load; `resolve` consists of them alone.
 """
 
 from __future__ import annotations
@@ -113,12 +109,9 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
 def decide(
     resume_from: str | int | None, selection: Selection, failed: Sequence[PassedOver] = ()
 ) -> tuple[Pick, OpenStep | None]:
-    """The decision of one process: a step, or a fresh run.
+    """The decision of one process, a fresh run or a step, which is returned open.
 
-    `failed` are the steps that were chosen before and did not load; they are passed over. The step
-    is returned open, for a load in this process.
-
-    `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
+    `failed` are the steps that were chosen before and did not load; they are passed over. Raises
     `NothingToResume` if steps exist but none is usable (11) or one could not be inspected
     (75), and for a named step that is not usable (its verdict's code).
     """
@@ -345,11 +338,8 @@ def prove_content(
 ) -> LoadFailed | None:
     """Verify every byte of the step at level `content`, or if a seal is required.
 
-    All ranks share the bytes.
-
-    `opened` is the step as this rank reads it; what it holds is not read again. Returns the
-    failure that all ranks agree on, None for a sound step. Raises `StorageError`. Cost:
-    every byte of the step, each read by one rank.
+    `opened` is the step as this rank reads it. Returns the failure that all ranks agree on, None
+    for a sound step. Raises `StorageError`. Cost: every byte of the step, each read by one rank.
     """
     if not selection.shares_content:
         return None

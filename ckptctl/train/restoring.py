@@ -1,9 +1,8 @@
 """Load the decided step, and restore it into the objects of the script.
 
-Reads into the existing tensors of the job. Bytes that do not load are a reason to take an older
-step (`LoadFailed`). A storage that does not answer, too little memory and another model are errors
-that an older step would not avoid. The options of the job decide about state that another number
-of ranks cannot take over. State that would be lost without such an option is an error.
+Bytes that do not load are a reason to take an older step (`LoadFailed`). A storage that does not
+answer, too little memory and another model are errors that an older step would not avoid. State
+that would be lost is an error, unless an option of the job accepts that.
 
 Names that belong to one tensor of the job, such as those of tied weights, are read apart and
 compared: one of their values would be lost otherwise.

@@ -3,11 +3,7 @@
 `Resume.run` lists the stages in order; every rank calls them. First the step is chosen,
 proven, loaded and restored, and nothing is written. Only then does the job take the root
 over: a job that cannot resume must not end another that trains. If the root changed in the
-meantime, the decision is repeated. Last, the abandoned steps are superseded and the report
-is written.
-
-A replay goes through the same stages but writes nothing: it does not take the root over,
-and leaves no mark.
+meantime, the decision is repeated. A replay goes through the same stages but writes nothing.
 """
 
 from __future__ import annotations

@@ -2,10 +2,7 @@
 
 A position counts the samples of the whole run, over all ranks and epochs. The sample at a
 position depends on the seed only, so a run continues from its position on any number of
-ranks, and no sample is repeated or left out. The digest of the consumed samples does not
-depend on the number of ranks either.
-
-`GlobalLoader`, an endless loader that keeps its position, is the class to use.
+ranks, and no sample is repeated or left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Copy elements between records and tensors.
 
 They are read directly into a tensor's memory if it has the same layout as the record;
-otherwise torch copies (and casts) them from a buffer. They are written directly from a
-tensor's memory in the same way. `records.elements` decides which bytes are read, and
-verifies them.
+otherwise torch copies (and casts) them from a buffer. They are written in the same way.
 """
 
 from __future__ import annotations
