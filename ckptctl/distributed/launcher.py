@@ -137,7 +137,13 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
     Kubernetes 1.31, which sets no variable for restarts.
     """
     read = _Variables(os.environ if environment is None else environment)
-    scheduler = _scheduler(read)
+    scheduler, job = NO_SCHEDULER, None
+    if job_id := read.text("SLURM_JOB_ID"):
+        # SLURM inside pods (Slinky, SUNK) counts as SLURM: it starts and ends the job.
+        array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
+        scheduler, job = "slurm", f"{array}_{task}" if array and task else job_id
+    elif read.text("KUBERNETES_SERVICE_HOST"):
+        scheduler, job = "kubernetes", read.text("JOB_NAME", "JOBSET_NAME")
     launcher = _launcher(read)
     rank, world_size, local_rank, local_world_size = (
         read.number(*names) for names in _PLACES[launcher]
@@ -147,7 +153,7 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
         scheduler=scheduler,
         launcher=launcher,
         node=read.text("SLURMD_NODENAME", "NODE_NAME") or os.uname().nodename,
-        job=_job(read, scheduler),
+        job=job,
         job_name=read.text("SLURM_JOB_NAME", "JOBSET_NAME") if scheduler != NO_SCHEDULER else None,
         run_id=read.text("TORCHELASTIC_RUN_ID"),
         requeues=read.number("SLURM_RESTART_COUNT"),
@@ -251,8 +257,9 @@ def _is_set_in_parent(name: str) -> bool:
 
 # Which variables count depends on the launcher: a batch script has SLURM's variables of the
 # whole job, and the processes of torchrun have those of the srun task that started the agent.
+_OF_TORCHRUN = (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
 _PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "torchrun": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "torchrun": _OF_TORCHRUN,
     "srun": (
         ("SLURM_PROCID",),
         ("SLURM_STEP_NUM_TASKS",),
@@ -265,7 +272,7 @@ _PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
         ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     ),
-    "environment": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "environment": _OF_TORCHRUN,
     NO_LAUNCHER: ((), (), (), ()),
 }
 """Of each launcher the variables of the rank, the world size, and of both on one machine."""
@@ -294,13 +301,6 @@ class _Variables:
         return (int(value) for value in values if _NUMBER.fullmatch(value))
 
 
-def _scheduler(read: _Variables) -> str:
-    # SLURM inside pods (Slinky, SUNK) counts as SLURM: it starts and ends the job.
-    if read.text("SLURM_JOB_ID"):
-        return "slurm"
-    return "kubernetes" if read.text("KUBERNETES_SERVICE_HOST") else NO_SCHEDULER
-
-
 def _launcher(read: _Variables) -> str:
     if read.text("TORCHELASTIC_RUN_ID"):
         return "torchrun"
@@ -312,13 +312,6 @@ def _launcher(read: _Variables) -> str:
         return "environment"
     # One task of srun is a job of one process, or an agent that starts others.
     return "srun" if read.number("SLURM_STEP_NUM_TASKS") == 1 else NO_LAUNCHER
-
-
-def _job(read: _Variables, scheduler: str) -> str | None:
-    if scheduler == "slurm":
-        array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
-        return f"{array}_{task}" if array and task else read.text("SLURM_JOB_ID")
-    return read.text("JOB_NAME", "JOBSET_NAME") if scheduler == "kubernetes" else None
 
 
 def is_node(name: str) -> bool:
