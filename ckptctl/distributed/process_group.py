@@ -408,9 +408,7 @@ def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
 
 
 @contextmanager
-def joined(
-    launched: LaunchedRank | None, command: str = "", *, timeout_s: float = COMMAND_TIMEOUT_S
-) -> Iterator[ProcessGroup]:
+def joined(launched: LaunchedRank | None, command: str = "") -> Iterator[ProcessGroup]:
     """The group of all processes that a launcher started for one command; all must call this.
 
     A port proves nothing about who else is there: the group has keys of its own in the store where
@@ -429,7 +427,7 @@ def joined(
             f"{launched.size} processes were started, which need torch to share the work",
             next_command="pip install 'ckptctl[torch]'",
         ) from error
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=COMMAND_TIMEOUT_S)
     _check_variables(launched)
     try:
         store = _own_store(launched, timeout)

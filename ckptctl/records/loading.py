@@ -607,15 +607,6 @@ _Check = Callable[[_Neighbour, memoryview], None]
 _Done = Callable[[int, int | None], object]
 
 
-class _RecordBytes(NamedTuple):
-    """Bytes of a record from byte `start` of the file on; `memory` is None if they are not kept."""
-
-    check: _Check
-    start: int
-    n_bytes: int
-    memory: memoryview | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _CheckedPiece(Piece):
     """One call, with what is to be checked after it."""
@@ -717,27 +708,25 @@ class _NeighbourRun:
             return others
         return min(others, record.template.start + record.template.n_rest + 2 * self._skip)
 
-    def _parts(self, record: _Neighbour) -> Iterator[_RecordBytes]:
+    def _parts(self, record: _Neighbour) -> Iterator[tuple[_Check, int, int, memoryview | None]]:
+        """The check, the first byte in the file, the length and the memory of each part to read."""
         _, start, template, first, memory = record
-        n_before, n_wanted = first - template.start, len(memory)
-        yield _RecordBytes(self._check_head, start, template.start)
-        if not record.n_proven:
-            yield _RecordBytes(_not_checked, start + first, n_wanted, memory)
-        else:
-            after = first + n_wanted
-            if n_before:
-                yield _RecordBytes(self._check_elements, start + template.start, n_before)
-            yield _RecordBytes(self._check_elements, start + first, n_wanted, memory)
-            if after < template.end:
-                yield _RecordBytes(self._check_elements, start + after, template.end - after)
-        yield _RecordBytes(self._check_rest, start + template.end, template.n_rest)
+        after = first + len(memory)
+        yield self._check_head, start, template.start, None
+        if record.n_proven and first > template.start:
+            yield self._check_elements, start + template.start, first - template.start, None
+        yield self._check_elements, start + first, len(memory), memory
+        if record.n_proven and after < template.end:
+            yield self._check_elements, start + after, template.end - after, None
+        yield self._check_rest, start + template.end, template.n_rest, None
 
     def _check_head(self, record: _Neighbour, part: memoryview) -> None:
         self._has_head = bytes(part) == record.template.head
         self._crc = 0
 
-    def _check_elements(self, record: _Neighbour, part: memoryview) -> None:  # noqa: ARG002
-        self._crc = crc32(part, self._crc)
+    def _check_elements(self, record: _Neighbour, part: memoryview) -> None:
+        if record.n_proven:  # else the other elements of a long record are not read
+            self._crc = crc32(part, self._crc)
 
     def _check_rest(self, record: _Neighbour, part: memoryview) -> None:
         checksums = record.template.checksums(part, 0)
@@ -745,10 +734,6 @@ class _NeighbourRun:
         if record.n_proven and self._crc != saved:
             saved = None
         self._done(record.number, saved)
-
-
-def _not_checked(record: _Neighbour, part: memoryview) -> None:
-    """A slice of a long record: its other elements are not read."""
 
 
 def _neighbour_runs(

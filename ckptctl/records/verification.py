@@ -555,18 +555,15 @@ class _Unpacking:
             for out in self._unpacker.feed(data):
                 self._tail = (self._tail + out)[-FRAME_BYTES:]
             if last:
-                self._begin_again(self._unpacker)
+                self._unpacker.check_ended()
+                held, n_bytes = self._tail, self._unpacker.n_bytes
+                directory, self._tail = read_directory(
+                    lambda n: held[max(0, len(held) - n) :], n_bytes
+                )
+                self._passing = RecordPass(directory, 0, self._results.form_of(self.number))
+                self._unpacker = Unpacker(self._limit)
         except RecordUnreadable as error:
             self._error = error.message
-
-    def _begin_again(self, unpacker: Unpacker) -> None:
-        unpacker.check_ended()
-        held = self._tail
-        directory, self._tail = read_directory(
-            lambda n: held[max(0, len(held) - n) :], unpacker.n_bytes
-        )
-        self._passing = RecordPass(directory, 0, self._results.form_of(self.number))
-        self._unpacker = Unpacker(self._limit)
 
     def take(self, data: memoryview) -> None:
         """Decompress the next bytes for the second time."""
