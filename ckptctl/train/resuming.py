@@ -80,10 +80,17 @@ from ckptctl.train.restoring import (
 )
 from ckptctl.train.state import sharded, template
 
-_SAME_ON_ALL = (
-    *("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "names", "per_rank"),
+_SAME_ON_ALL = [
+    "step_format",
+    "seal",
+    "seed",
+    "dp_size",
+    "rng",
+    "accept_lost",
+    "names",
+    "per_rank",
     "contract",
-)
+]
 """The options that every rank of a job acts upon."""
 
 
@@ -115,7 +122,10 @@ class Resume:
         previous = history[-1][0] if history else None
         report, path = first(lambda: self._complete(attempt, restored, previous))
         # Rank 0 alone continues the data ledger, which may be long.
-        _, data = job.group.from_first_keeping(lambda: (None, self._data(restored)))
+        opened = restored.opened
+        _, data = job.group.from_first_keeping(
+            lambda: (None, None if opened is None else opened.read_data_ledger())
+        )
         attempt.resumed = restored.decision.chosen
         attempt.step = attempt.saved = restored.saved.step
         return attempt, _start(restored, report, path), data or (None, None)
@@ -147,17 +157,14 @@ class Resume:
         ranks = self._job.group.gather(own)
         for rank, other in enumerate(ranks):
             for name, value in other.items():
-                if value != ranks[0][name] and name == "contract":
-                    terms = sorted(dict({*value.items()} ^ {*ranks[0][name].items()}))
-                    raise UsageError(
-                        f"rank {rank} states {some_of(terms)} of the contract as rank 0 does not: "
-                        "it must be the same on every rank"
-                    )
-                if value != ranks[0][name]:
-                    raise UsageError(
-                        f"{name} is {ranks[0][name]} on rank 0 and {value} on rank {rank}: it must "
-                        "be the same on every rank"
-                    )
+                first = ranks[0][name]
+                if value == first:
+                    continue
+                what = f"{name} is {first} on rank 0 and {value} on rank {rank}"
+                if name == "contract":
+                    terms = sorted(dict({*value.items()} ^ {*first.items()}))
+                    what = f"rank {rank} states {some_of(terms)} of the contract as rank 0 does not"
+                raise UsageError(f"{what}: it must be the same on every rank")
 
     def _take_over(self, restored: Restored) -> Token:
         """Take the root over; the missing root of a fresh run is created. On rank 0 only."""
@@ -348,15 +355,12 @@ class Resume:
                 "writable"
             )
             verdict = Verdict.REJECTED
-            return tuple(
-                PassedOver(
-                    replace(report, verdict=verdict, exit_code=verdict.exit_code),
-                    why,
-                    NoStepReason.REJECTED,
-                )
-                for report, marked in rejected
-                if not marked
-            )
+            reports = [
+                replace(report, verdict=verdict, exit_code=verdict.exit_code)
+                for report, is_marked in rejected
+                if not is_marked
+            ]
+            return tuple(PassedOver(report, why, NoStepReason.REJECTED) for report in reports)
         chosen = restored.decision.chosen
         if changed(chosen, job.selection) is not None:
             return ()
@@ -404,10 +408,6 @@ class Resume:
         )
         self._print(report, restored)
         return report, path
-
-    def _data(self, restored: Restored) -> tuple[DataFields | None, str | None]:
-        opened = restored.opened
-        return (None, None) if opened is None else opened.read_data_ledger()
 
     # Replaying
 

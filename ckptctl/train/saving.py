@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -84,10 +85,9 @@ class StateToSave:
 
 def check_step_format(step_format: str) -> None:
     """Raise `UsageError` for a format of names that `pick` would not recognize as steps."""
-    try:
+    name = step_format
+    with suppress(IndexError, KeyError, ValueError):
         name = step_format.format(1200)
-    except (IndexError, KeyError, ValueError):
-        name = step_format
     named = step_name(name)
     if named is None or named.number != 1200 or named.bare or "/" in name:
         raise UsageError(
@@ -183,8 +183,6 @@ class StepSave:
             self.name = name_of_attempt(self.name, attempt.token.number)
         self.moved_aside: str | None = None
         self.digests: tuple[tuple[str, str], ...] = ()
-        self._lost = ""
-        self._data: DataFields | None = None
         self._store = store
         self._group = group
         self._attempt = attempt
@@ -205,7 +203,6 @@ class StepSave:
         if another attempt holds the root, `UsageError` if a complete step of that number exists,
         `RanksLost`.
         """
-        self._lost, self._data = taken.lost, taken.data
         with self._failing("was not saved", "older steps are unchanged"):
             self.moved_aside = self._group.from_first(self._make_place)
             written = self._write(taken)
@@ -266,7 +263,10 @@ class StepSave:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         writer = Writer.of(
-            self._store, self.name, algorithm=self._algorithm, before_metadata=self._before_metadata
+            self._store,
+            self.name,
+            algorithm=self._algorithm,
+            before_metadata=partial(self._before_metadata, taken),
         )
         try:
             with warnings.catch_warnings():
@@ -287,7 +287,7 @@ class StepSave:
 
         return writer.written
 
-    def _before_metadata(self, metadata: bytes) -> None:
+    def _before_metadata(self, taken: StateToSave, metadata: bytes) -> None:
         """Reject a step of lost weights, and check that the root is still held; on rank 0 only.
 
         Data ledger and contract are written before: a step that is complete has them.
@@ -295,8 +295,8 @@ class StepSave:
         self.digests = ((METADATA, sha256_of(metadata)),)
         of_save = self.digests[0][1]
         own: dict[str, bytes] = {}
-        if self._data is not None:
-            own[DATA_FILE] = data_bytes({**self._data, "metadata": of_save})
+        if taken.data is not None:
+            own[DATA_FILE] = data_bytes({**taken.data, "metadata": of_save})
         if self._contract:
             own[CONTRACT_FILE] = contract_bytes(self._contract, of_save)
         if own and self._store.folders is not None:
@@ -304,9 +304,9 @@ class StepSave:
             self._store.folders.make_folder(f"{self.name}/{OWN_FOLDER}")
         for path, data in own.items():
             self._store.put(f"{self.name}/{path}", data)
-        if self._lost:
+        if taken.lost:
             held = HeldRoot(self._store, self._attempt.token)
-            held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=self._lost)
+            held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=taken.lost)
         self._check_token()
 
     def _write_failed(self, error: BaseException) -> CkptctlError:
@@ -321,11 +321,16 @@ class StepSave:
         self._group.from_first(check_still_held)
         failures: Mapping[int, Any] = getattr(error, "failures", {})
         raise_interruption(failures, self._group.rank)
-        causes = [cause for cause, _ in failures.values()]
+        causes = [cause for _, (cause, _) in sorted(failures.items())]
         for cause in causes:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 return cause
-        why = _failures_of(error)
+        described = []
+        for rank, cause in zip(sorted(failures), causes, strict=True):
+            first, *_ = str(cause).splitlines() or [""]
+            described.append(f"rank {rank}: {type(cause).__name__}: {first}")
+        more = f" (and {len(described) - 2} more ranks)" if len(described) > 2 else ""
+        why = ("; ".join(described[:2]) + more)[:600] or type(error).__name__
         full = next((cause for cause in causes if isinstance(cause, StorageFull)), None)
         if full is not None:
             return self._disk_full(why, full.next_command)
@@ -472,17 +477,6 @@ class StepSave:
             if isinstance(error, AccessDenied):  # no retry changes that
                 failed.exit_code = error.exit_code
             raise failed from error
-
-
-def _failures_of(error: BaseException) -> str:
-    """What went wrong on which ranks of a `CheckpointException`, in one line."""
-    failures: Mapping[int, Any] = getattr(error, "failures", {})
-    described = [
-        f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
-        for rank, (cause, _) in sorted(failures.items())
-    ]
-    more = f" (and {len(described) - 2} more ranks)" if len(described) > 2 else ""
-    return ("; ".join(described[:2]) + more)[:600] or type(error).__name__
 
 
 class Stager:
