@@ -80,17 +80,10 @@ from ckptctl.train.restoring import (
 )
 from ckptctl.train.state import sharded, template
 
-_SAME_ON_ALL = [
-    "step_format",
-    "seal",
-    "seed",
-    "dp_size",
-    "rng",
-    "accept_lost",
-    "names",
-    "per_rank",
+_SAME_ON_ALL = (
+    *("step_format", "seal", "seed", "dp_size", "rng", "accept_lost", "names", "per_rank"),
     "contract",
-]
+)
 """The options that every rank of a job acts upon."""
 
 
