@@ -58,7 +58,11 @@ class Ranges:
             for tensor in metadata.tensors.values():
                 self._add_tensor(tensor, known)
             for entry in metadata.bytes_entries.values():
-                self._add_bytes(entry)
+                self._begin(entry)
+                place = entry.byte_range
+                self.files.append(self._number(place.file) if place else NO_FILE)
+                self.starts.append(place.offset if place else 0)
+                self.lengths.append(place.length if place else 0)
         self.file_names = tuple(self._numbers)
 
     def __len__(self) -> int:
@@ -78,13 +82,6 @@ class Ranges:
             self.files.extend(chunks.files)
         self.starts.extend(chunks.starts)
         self.lengths.extend(chunks.lengths)
-
-    def _add_bytes(self, entry: BytesEntry) -> None:
-        self._begin(entry)
-        found = entry.byte_range
-        self.files.append(self._number(found.file) if found else NO_FILE)
-        self.starts.append(found.offset if found else 0)
-        self.lengths.append(found.length if found else 0)
 
     def _begin(self, entry: TensorEntry | BytesEntry) -> None:
         self.entries.append(entry)

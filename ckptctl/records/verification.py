@@ -32,6 +32,7 @@ from ckptctl.formats.archive.directory import (
 )
 from ckptctl.formats.archive.writing import check_frame, fold_of, saved_fold
 from ckptctl.formats.digests import BLOCK_BYTES
+from ckptctl.formatting import inside
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.not_finite import FiniteScan, Form, Values, joined
@@ -318,7 +319,7 @@ class _Results:
     """The shared state of the runs of one part: its records, and the parts of spanning records."""
 
     def __init__(self, source: RecordSource, report: Report, form_of: FormOf | None) -> None:
-        self._store, self._folder, self.ranges = source
+        self.store, self._folder, self.ranges = source
         self._report = report
         self._form_of = form_of
         self._lock = threading.Lock()
@@ -326,14 +327,7 @@ class _Results:
 
     def path_of(self, number: int) -> str:
         """The path of a record's file in the store."""
-        name = self.ranges.file_names[self.ranges.files[number]]
-        return f"{self._folder}/{name}" if self._folder else name
-
-    def directory_of(self, number: int, tail: bytes) -> tuple[RecordDirectory, bytes]:
-        """The directory of a record from its tail, reading more of it if necessary."""
-        length = self.ranges.lengths[number]
-        path, end = self.path_of(number), self.ranges.starts[number] + length
-        return read_directory(lambda n: read_range(self._store, path, end - n, n), length, tail)
+        return inside(self._folder, self.ranges.file_names[self.ranges.files[number]])
 
     def form_of(self, number: int) -> Form | None:
         """The form of a record's values if they are to be scanned."""
@@ -505,9 +499,14 @@ class _LongRecord:
     def read_ahead(self, data: memoryview, *, last: bool) -> None:  # noqa: ARG002 - always
         """Read the directory from the end of the record."""
         self._tail = bytes(data)
+        results, ranges = self._results, self._results.ranges
+        path, length = results.path_of(self.number), ranges.lengths[self.number]
+        end = ranges.starts[self.number] + length
         try:
-            directory, self._tail = self._results.directory_of(self.number, self._tail)
-            self._passing = RecordPass(directory, self._start, self._results.form_of(self.number))
+            directory, self._tail = read_directory(
+                lambda n: read_range(results.store, path, end - n, n), length, self._tail
+            )
+            self._passing = RecordPass(directory, self._start, results.form_of(self.number))
         except RecordUnreadable as error:
             self._error = error.message
 

@@ -422,8 +422,14 @@ class Checkpointer:
         )
         attempt.ledger.drain(RECORD_TIMEOUT_S)
         self._confirm(attempt, save.number, went_well=taken.went_well)
-        if self._keep is not None:
-            self._retain(attempt, save.number, self._keep)
+        if self._keep is None:
+            return
+        if self._retention is None:
+            self._retention = Retention(self._job, attempt, self._keep)
+        protected = {save.number: "it was saved just now"}
+        if attempt.resumed_from is not None:
+            protected[attempt.resumed_from] = "this attempt resumed from it"
+        self._retention.begin(protected)
 
     def _confirm(self, attempt: RankAttempt, step: int, *, went_well: bool | None) -> None:
         """Confirm the resumed step once training has gone well for long enough; on rank 0 only.
@@ -448,18 +454,6 @@ class Checkpointer:
             why_not = error.message
         if why_not:
             self._job.tell(f"note: step {resumed.number} is not confirmed: {why_not}")
-
-    def _retain(self, attempt: RankAttempt, step: int, keep: int) -> None:
-        """Remove the steps that are older than those to keep, in a thread.
-
-        On rank 0 only. The save has succeeded, so a failed removal is reported, not raised.
-        """
-        if self._retention is None:
-            self._retention = Retention(self._job, attempt, keep)
-        protected = {step: "it was saved just now"}
-        if attempt.resumed_from is not None:
-            protected[attempt.resumed_from] = "this attempt resumed from it"
-        self._retention.begin(protected)
 
     # The record of this attempt
 

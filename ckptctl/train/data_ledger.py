@@ -249,7 +249,12 @@ class DataLedger:
         history, rows = self._history, [row for row in self._interval if row.last <= step]
         epochs = {epoch: replace(one, ids=[*one.ids]) for epoch, one in history.epochs.items()}
         without = set() if self.keep_ids else {*epochs, *(row.epoch for row in rows)}
-        without |= history.without_ids | {row.epoch for row in rows if not _can_be_kept(row.ids)}
+        without |= history.without_ids
+        for row in rows:
+            # No reader would accept longer ids.
+            texts = (sample for sample in row.ids or () if isinstance(sample, str))
+            if row.ids is None or any(len(text) > MAX_STRING for text in texts):
+                without.add(row.epoch)
         for row in rows:
             one = epochs.setdefault(row.epoch, _Taken())
             one.count += row.n_samples
@@ -314,13 +319,6 @@ class DataLedger:
             "first": min(missing) if before is None else before["first"],
             "last": max(missing),
         }
-
-
-def _can_be_kept(ids: Sequence[SampleId] | None) -> bool:
-    """Whether the ids of a row are kept; those that no reader would accept are not."""
-    if ids is None:
-        return False
-    return not any(isinstance(sample, str) and len(sample) > MAX_STRING for sample in ids)
 
 
 def _history_of(fields: DataFields) -> _SavedLedger:

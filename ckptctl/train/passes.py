@@ -396,14 +396,9 @@ class _IndexedData:
         return getattr(self.ckptctl_dataset, name)
 
 
-class _IndexedCollate:
-    """The function that makes a batch of samples, for samples with their indices."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: IndexedBatch) -> IndexedBatch:
-        return IndexedBatch(samples.ids, self._collate(samples.batch))
+def _indexed(collate: Callable[[Any], Any], samples: IndexedBatch) -> IndexedBatch:
+    """What makes a batch of samples, for samples with their indices."""
+    return IndexedBatch(samples.ids, collate(samples.batch))
 
 
 def has_ids(loader: Any) -> bool:
@@ -427,7 +422,7 @@ def ids_returned(loader: Any, *, wanted: bool) -> Iterator[None]:
     fields = loader.__dict__  # a loader refuses another data set
     before = fields["dataset"], fields["collate_fn"]
     fields["dataset"] = _IndexedData(before[0])
-    fields["collate_fn"] = _IndexedCollate(before[1])
+    fields["collate_fn"] = partial(_indexed, before[1])
     try:
         yield
     finally:
