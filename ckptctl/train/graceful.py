@@ -12,7 +12,6 @@ import faulthandler
 import math
 import mmap
 import os
-import select
 import signal
 import threading
 import time
@@ -26,24 +25,20 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import UsageError
 
-_CLOSE, _WAKE = 0, 255  # neither is the number of a signal
+_CLOSE = 0  # not the number of a signal
 _QUIET, _STOPPING, _OVER = 0, 1, 2
 _WORKER_WAITS_S = 1.0
 
-OnSignal = Callable[[int], None]
-
 
 class Listener:
-    """Calls `on_signal` for each of `signals`, in a thread, and `due` once at a given time.
+    """Calls `on_signal` for each of `signals`, in a thread.
 
     Must be started in the main thread, the only one that can set handlers.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], on_signal: OnSignal) -> None:
-        self.signals = tuple(signals)
+    def __init__(self, signals: Sequence[int], on_signal: Callable[[int], None]) -> None:
+        self.signals = tuple(map(signal.Signals, signals))
         self._on_signal = on_signal
-        self._due: Callable[[], None] | None = None
-        self._due_s = math.inf
         # Shared with the processes that are forked from here on: the state of the trainer.
         self._state = mmap.mmap(-1, 1)
         self._before: dict[int, Any] = {}
@@ -72,28 +67,15 @@ class Listener:
         os.close(self._read)
         os.close(self._write)
 
-    def call_at(self, due_s: float, due: Callable[[], None]) -> None:
-        """Call `due` in the thread at `due_s` (monotonic), unless an earlier time is set."""
-        if due_s < self._due_s:
-            self._due, self._due_s = due, due_s
-            os.write(self._write, bytes([_WAKE]))
-
     def _listen(self) -> None:
         while True:
-            left_s = self._due_s - time.monotonic()
-            wait_s = None if math.isinf(left_s) else max(0.0, left_s)
-            ready, _, _ = select.select([self._read], [], [], wait_s)
-            if not ready and self._due is not None:
-                due, self._due, self._due_s = self._due, None, math.inf
-                due()
-                continue
             for number in os.read(self._read, 512):
                 if number == _CLOSE:
                     return
                 if number in self.signals:
                     self._state[0] = _STOPPING
                     self._on_signal(number)
-                elif number != _WAKE and self._fd_before >= 0:
+                elif self._fd_before >= 0:
                     with suppress(OSError):
                         os.write(self._fd_before, bytes([number]))
 
@@ -233,7 +215,8 @@ class GracefulStop:
             raise UsageError(f"every is {every}; it must be 1 or more")
         self.deadline_s = _deadline(deadline_s, notice_s)
         self._ends_s = cluster_context().ends_s
-        self._listener = Listener([signal.Signals(each) for each in signals], self._on_signal)
+        self._listener = Listener(signals, self._on_signal)
+        self._timers: list[threading.Timer] = []
         self._every = every
         self._group = group
         self._n_asked = 0
@@ -254,6 +237,8 @@ class GracefulStop:
         _trace: TracebackType | None,
     ) -> None:
         self._listener.stop()
+        for timer in self._timers:
+            timer.cancel()
 
     @property
     def asked(self) -> bool:
@@ -312,11 +297,13 @@ class GracefulStop:
         code = 128 + (self._received[0] if self._received else self._agreed)
 
         def end() -> None:
-            """End the process from this thread, after printing the stack of each thread."""
             why = f"still running {deadline_s:g} s after the signal"
             os.write(_STDERR, f"ckptctl: {why}: ending now, with code {code}\n".encode())
             faulthandler.dump_traceback(_STDERR)
             os._exit(code)
 
         self._force_s = now_s + deadline_s
-        self._listener.call_at(self._force_s, end)
+        timer = threading.Timer(deadline_s, end)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
