@@ -39,23 +39,13 @@ _NOTHING = ByteSlice(0, 0, TensorSlice((), ()), contiguous=True)
 class ElementSink(Protocol):
     """Receives elements of one record, which has `shape` and row-major order.
 
-    Those in `wanted` are kept; others may be passed as well and are dropped.
+    Those in `wanted` are kept; others may be passed as well and are dropped. An element has
+    `item_bytes` in the record.
     """
 
-    @property
-    def shape(self) -> Dims:
-        """The shape of the record."""
-        ...
-
-    @property
-    def wanted(self) -> TensorSlice:
-        """The elements of the record that are kept."""
-        ...
-
-    @property
-    def item_bytes(self) -> int:
-        """The size of an element in the record, in bytes."""
-        ...
+    shape: Dims
+    wanted: TensorSlice
+    item_bytes: int
 
     def memory_for(self, piece: ByteSlice) -> memoryview | None:
         """The memory into which a piece can be read directly; None if it must be copied."""
@@ -70,7 +60,8 @@ class ElementSink(Protocol):
         ...
 
 
-class StridedSink(NamedTuple):
+@dataclass(slots=True)
+class StridedSink:
     """Copies the elements in `wanted` of one record to `target`; see `ElementSink`.
 
     `shape` is that of the record; the strides of `target` are in bytes.

@@ -140,12 +140,9 @@ def fills_storage(stub: TensorStub) -> bool:
 
 
 class Target(Protocol):
-    """Where one slice of a tensor goes."""
+    """Where a slice of a tensor goes: `elements`, in the dimensions of the one in the record."""
 
-    @property
-    def elements(self) -> TensorSlice:
-        """The slice, in the dimensions of the tensor in the record."""
-        ...
+    elements: TensorSlice
 
     def memory_for(self, stub: TensorStub) -> memoryview | None:
         """Memory for the elements as a row-major record of this tensor holds them, or None."""
@@ -164,7 +161,8 @@ class Target(Protocol):
         ...
 
 
-class MemoryTarget(NamedTuple):
+@dataclass(slots=True)
+class MemoryTarget:
     """A slice of a tensor that goes to `there`; see `Target`.
 
     The signs of a record (a conjugated view) are not applied.

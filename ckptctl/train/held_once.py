@@ -303,16 +303,12 @@ def _refusal(refused: Mapping[str, Mapping[int, _Exact]]) -> str:
         what, then = rest, "give save() the same on all ranks"
     elif kind == "dataloader":
         what = f"the state of the dataloader ({rest})"
-        then = (
-            "give all ranks the same data set, seed and global batch"
-            if rest == "global"
-            else "ranks that share a dp_rank must take the same samples"
-        )
+        then = "ranks that share a dp_rank must take the same samples"
+        if rest == "global":
+            then = "give all ranks the same data set, seed and global batch"
     else:
-        what = (
-            f"the state of {name.replace('extra_tensors.', 'extra ').replace('extra.', 'extra ')}"
-        )
-        then = "make it equal on all ranks"
+        shown = name.replace("extra_tensors.", "extra ").replace("extra.", "extra ")
+        what, then = f"the state of {shown}", "make it equal on all ranks"
         then += "" if unit is None else f", or pass per_rank=[{short_name(unit)!r}]"
     return f"{what} differs between ranks {between}, and a step holds it once: {then}{more}"
 
