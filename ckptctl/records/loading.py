@@ -25,7 +25,6 @@ from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import inside
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, OpenFiles, Piece, Run, read_runs
-from ckptctl.records.elements import RUN_BYTES, ElementSink, StridedSink, element_runs
 from ckptctl.records.opening import (
     Expected,
     Need,
@@ -37,11 +36,15 @@ from ckptctl.records.opening import (
 )
 from ckptctl.records.reads import ReadCost, RecordSource, open_records
 from ckptctl.records.slices import (
+    RUN_BYTES,
     Dims,
+    ElementSink,
     Strided,
+    StridedSink,
     TensorSlice,
     copy_strided,
     dense_order,
+    element_runs,
     is_contiguous,
     row_major,
 )

@@ -34,7 +34,7 @@ from ckptctl.formats.digests import Algorithm, Digester, Digests, checksumming
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.records.elements import block_of, joined, record_of
+from ckptctl.records.slices import block_of, joined, record_of
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, check_address, open_store, parent_url
 from ckptctl.train.tensor_copy import elements_of, is_plain, saved_strides
