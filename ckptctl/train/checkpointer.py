@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.formats.own.contract import terms_of
 from ckptctl.formats.own.ledger import RemovingLine, SavedLine, SavingLine
 from ckptctl.formatting import and_more
@@ -304,7 +305,13 @@ class Checkpointer:
 
         def checked() -> Counts:
             counts = Counts.of(*given)
-            counts.check_name(self._job.options.step_format)
+            name = self._job.options.step_format.format(counts.step)
+            named = step_name(name)
+            if named is None or named.number != counts.step:
+                raise UsageError(
+                    f"step {counts.step} cannot be saved: no resume would recognize "
+                    f"{name[:100]!r} as that step"
+                )
             return counts
 
         return self._job.group.on_all(checked)

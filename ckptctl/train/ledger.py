@@ -66,12 +66,10 @@ def new_attempt(previous: str | None = None) -> str:
     microsecond after that.
     """
     now = datetime.datetime.now(datetime.UTC)
-    try:
+    with suppress(ValueError, OverflowError):  # no previous attempt, or its token is damaged
         time = (previous or "").partition("-")[0]
         before = datetime.datetime.strptime(f"{time}+0000", f"{_TIME}%z")
         now = max(now, before + datetime.timedelta(microseconds=1))
-    except (ValueError, OverflowError):  # no previous attempt, or its token is damaged
-        pass
     return f"{now.strftime(_TIME)}-{os.urandom(4).hex()}"
 
 

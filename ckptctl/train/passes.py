@@ -23,7 +23,7 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StateRefused
 from ckptctl.options import TrainOptions
 from ckptctl.train.samples import GlobalLoader, owner_of_epoch, samplers_of
-from ckptctl.train.state import kept_random_states, reseed
+from ckptctl.train.state import kept_random_states, leaves, reseed
 
 if TYPE_CHECKING:
     from ckptctl.train.data_ledger import DataLedger
@@ -265,15 +265,8 @@ def _numbers_of(extra: Mapping[str, Any]) -> dict[str, int]:
         for name, part in extra.items()
         if not isinstance(part, others) and passes_of(part) is None
     }
-    return {number: value for name, state in own.items() for number, value in _numbers(state, name)}
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    if type(value) is int:
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _numbers(inner, f"{name}.{key}")
+    values = (leaf for name, state in own.items() for leaf in leaves(state, name, in_tuples=True))
+    return {name: value for name, value in values if type(value) is int}
 
 
 def _followed(base: Any) -> type:

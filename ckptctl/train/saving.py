@@ -105,16 +105,6 @@ class Counts:
     tokens: int | None = None
     samples: int | None = None
 
-    def check_name(self, step_format: str) -> None:
-        """Raise `UsageError` for a step of whose name no resume would read this number."""
-        name = step_format.format(self.step)
-        named = step_name(name)
-        if named is None or named.number != self.step:
-            raise UsageError(
-                f"step {self.step} cannot be saved: no resume would recognize {name[:100]!r} as "
-                "that step"
-            )
-
     @classmethod
     def of(cls, step: object, loss: Any, tokens: object = None, samples: object = None) -> Counts:
         """Takes numbers of NumPy and torch, too; raises `UsageError` for what is no number."""

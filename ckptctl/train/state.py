@@ -318,7 +318,7 @@ def check_readable(state: Mapping[str, Any]) -> None:
     import torch
 
     for kind, part in state.items():
-        for fqn, leaf in _leaves(part, kind):
+        for fqn, leaf in leaves(part, kind):
             if isinstance(leaf, torch.Tensor):
                 for tensor in local_tensors(leaf):
                     _check_tensor(fqn, tensor)
@@ -412,11 +412,11 @@ def local_tensors(tensor: Any) -> Iterator[Any]:
         yield tensor
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str, *, in_tuples: bool = False) -> Iterator[tuple[str, Any]]:
     """Each value that DCP writes as one entry: what is neither a dict nor a list."""
-    if isinstance(value, Mapping | list):
+    if isinstance(value, Mapping | list) or (in_tuples and isinstance(value, tuple)):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+            yield from leaves(inner, f"{name}.{key}", in_tuples=in_tuples)
     else:
         yield name, value
 
