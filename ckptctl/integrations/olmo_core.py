@@ -11,18 +11,14 @@ Source: OLMo-core 3.0 `train/trainer.py`, `train/checkpoint.py`, `train/callback
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from olmo_core.train import LoadStrategy, Trainer
 from olmo_core.train.callbacks import Callback
 
 from ckptctl.integrations.recorder import Recorder, RecordOptions
+from ckptctl.options import PickKeywords
 from ckptctl.train import resolve
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import PickKeywords
 
 __all__ = ["CkptctlCallback", "RecordOptions", "resume"]
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageError, UsageError
@@ -70,9 +70,6 @@ from ckptctl.train.state import (
     collect,
     give_generator,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Checkpointer:

@@ -12,7 +12,7 @@ import os
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat, Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
@@ -23,10 +23,6 @@ from ckptctl.selection.fencing import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import join_url, open_store
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 _MIN_RECENT = 10  # fewer losses do not show the usual range
 

@@ -11,7 +11,7 @@ import pickle
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Unpack
 
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -67,9 +67,6 @@ from ckptctl.storage.contract import ShortRead, TooLarge
 from ckptctl.storage.opening import open_store, parent_url
 from ckptctl.train.safe_values import safe_copy
 from ckptctl.train.tensor_copy import TensorSink, copy_from_record, is_plain, memory_of, signed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _WAITING_BYTES = 64 << 20
 """The most bytes of tensors that a planner allocates for the load and takes back."""

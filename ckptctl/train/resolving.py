@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.distributed.process_table import machine
@@ -50,9 +50,6 @@ from ckptctl.selection.roots import list_root, neighbours_of
 from ckptctl.selection.targets import Roots, open_roots, roots_in
 from ckptctl.selection.verifying import content_asked, open_target
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -38,9 +38,6 @@ from ckptctl.records.slices import block_of, joined, record_of
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, check_address, open_store, parent_url
 from ckptctl.train.tensor_copy import elements_of, is_plain, saved_strides
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
