@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from zlib import crc32
 
-from ckptctl.formatting import counted, rfc3339, seconds_of
+from ckptctl.formatting import counted, rfc3339
 from ckptctl.model import Time
 
 NO_SCHEDULER = "none"
@@ -89,12 +89,6 @@ class Cluster:
     """What the scheduler granted on this machine."""
     ends_at: Time | None = None
     """When the scheduler will end the job."""
-
-    @property
-    def ends_s(self) -> int | None:
-        """When the scheduler will end the job, in seconds since 1970."""
-        at_s = None if self.ends_at is None else seconds_of(self.ends_at)
-        return None if at_s is None else int(at_s)
 
     @property
     def restarted(self) -> bool:

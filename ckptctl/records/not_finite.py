@@ -100,8 +100,10 @@ class FiniteScan:
     def __init__(self, form: Form, at: int = 0) -> None:
         self._form = form
         self._n_lead = -at % form.size
-        self._lead = b""
-        self._rest = b""
+        self.lead = b""
+        """The bytes before the first whole value."""
+        self.rest = b""
+        """Those after the last."""
         self._n_values = self._n_nan = self._n_infinite = self._n_negative = 0
         self._is_zero = True
 
@@ -112,22 +114,17 @@ class FiniteScan:
         more = n_nan + n_infinite >= MAX_COUNTED
         return Values(self._n_values, n_nan, n_infinite, more, self._n_negative, self._is_zero)
 
-    @property
-    def left_over(self) -> tuple[bytes, bytes]:
-        """The bytes before the first whole value, and after the last."""
-        return self._lead, self._rest
-
     def take(self, data: bytes | memoryview) -> None:
         """Take the next bytes."""
-        if len(self._lead) < self._n_lead:
-            n = self._n_lead - len(self._lead)
-            self._lead += bytes(data[:n])
+        if len(self.lead) < self._n_lead:
+            n = self._n_lead - len(self.lead)
+            self.lead += bytes(data[:n])
             data = data[n:]
         # Slicing with a step is ten times as fast on bytes as on a view.
-        piece = b"".join((self._rest, data))
+        piece = b"".join((self.rest, data))
         size = self._form.size
         n_whole = len(piece) // size * size
-        self._rest = piece[n_whole:]
+        self.rest = piece[n_whole:]
         self._n_values += n_whole // size
         high = piece[size - 1 : n_whole : size]
         form = self._form
@@ -180,6 +177,6 @@ def joined(form: Form, scans: Iterable[FiniteScan]) -> Values:
     between = FiniteScan(form)
     for scan in scans:
         total += scan.values
-        for piece in scan.left_over:
+        for piece in (scan.lead, scan.rest):
             between.take(piece)
     return total + between.values

@@ -24,6 +24,7 @@ from typing import Any
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import UsageError
+from ckptctl.formatting import seconds_of
 
 _CLOSE = 0  # not the number of a signal
 _QUIET, _STOPPING, _OVER = 0, 1, 2
@@ -214,7 +215,8 @@ class GracefulStop:
         if every < 1:
             raise UsageError(f"every is {every}; it must be 1 or more")
         self.deadline_s = _deadline(deadline_s, notice_s)
-        self._ends_s = cluster_context().ends_s
+        ends_at = cluster_context().ends_at
+        self._ends_s = None if ends_at is None else seconds_of(ends_at)
         self._listener = Listener(signals, self._on_signal)
         self._timers: list[threading.Timer] = []
         self._every = every

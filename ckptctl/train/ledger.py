@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.distributed.process_table import own_process
@@ -299,7 +299,8 @@ class RankAttempt:
     """One attempt of the job, on one of its ranks.
 
     `resumed` is the step that it loaded, `step` the current training step, `saved` the newest
-    step that is saved or being saved, `loss` the last one that was noted.
+    step that is saved or being saved, `loss` the last one that was noted. It `is_sound` while
+    neither a failure nor a loss that is not finite was noted on this rank.
     """
 
     token: Token
@@ -308,12 +309,12 @@ class RankAttempt:
     step: int = 0
     saved: int = 0
     loss: float | None = None
+    is_sound: bool = True
     cluster: Cluster | None = None
     _noted_s: float = -math.inf
     _stalled_s: float = 0.0
     _stalled_since_s: float | None = None
     _has_failed: bool = False
-    _has_lost_loss: bool = False
     _error: str | None = None
     _over: bool = False
     _hooks: tuple[Hook, Hook] | None = None
@@ -322,11 +323,6 @@ class RankAttempt:
     def resumed_from(self) -> int | None:
         """The number of the step that it loaded; None for a run from step 0."""
         return None if self.resumed is None else self.resumed.number
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether neither a failure nor a loss that is not finite was noted on this rank."""
-        return not (self._has_failed or self._has_lost_loss)
 
     @property
     def origin(self) -> Origin:
@@ -362,7 +358,7 @@ class RankAttempt:
         self.step = step
         self.loss = self.loss if loss is None else loss
         is_lost = loss is not None and not math.isfinite(loss)
-        self._has_lost_loss |= is_lost
+        self.is_sound &= not is_lost
         if self.ledger.rank != 0:
             return
         if is_lost:
@@ -375,7 +371,7 @@ class RankAttempt:
         """Record the first failure only: later ones are its consequences."""
         if self._has_failed:
             return
-        self._has_failed = True
+        self._has_failed, self.is_sound = True, False
         self.record(FailedLine(step=self.step, evidence=evidence))
 
     def ended_by(self, error: BaseException) -> None:
@@ -384,7 +380,7 @@ class RankAttempt:
         evidence = signature_of(error)
         if evidence is not None:
             self.failed(evidence)
-        self._has_failed = True
+        self._has_failed, self.is_sound = True, False
 
     def watch(self) -> None:
         """Install a hook that records an uncaught exception."""
@@ -440,16 +436,15 @@ def _class_of(error: BaseException) -> str:
     return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An attempt that failed soon after it had resumed from a step.
+class Failures(NamedTuple):
+    """Attempts that failed with equal evidence soon after they had resumed from one save.
 
-    `metadata` are the SHA-256 of the metadata files that it loaded, by path.
+    `metadata` are the SHA-256 of the metadata files that they loaded, by path.
     """
 
-    attempt: str
     metadata: Mapping[str, str]
     evidence: str
+    attempts: list[str]
 
 
 def read_failures(store: Store) -> Attempts:
@@ -457,14 +452,14 @@ def read_failures(store: Store) -> Attempts:
     return tuple(read_attempts(store, events=("resumed", "failed")))
 
 
-def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
+def proven(attempts: Attempts) -> Mapping[int, Sequence[Failures]]:
     """By step: the failures of at least two attempts with equal evidence after one save of it.
 
     Of each attempt the first that has evidence counts. Evidence that also applies to another step
     is left out.
     """
     steps_of: dict[str, set[int]] = defaultdict(set)
-    held: dict[tuple[int, str, str], list[Failure]] = defaultdict(list)
+    held: dict[tuple[int, str, str], Failures] = {}
     for attempt, lines in attempts:
         resumed = next((line for line in lines if isinstance(line, ResumedLine)), None)
         if resumed is None or resumed.step is None or resumed.metadata is None:
@@ -474,14 +469,16 @@ def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
             match line:
                 case FailedLine(step=int(at), evidence=str(evidence)):
                     if 0 <= at - resumed.step <= WITHIN_STEPS:
-                        failure = Failure(attempt, resumed.metadata, evidence)
                         steps_of[evidence].add(resumed.step)
-                        held[resumed.step, save, evidence].append(failure)
+                        none = Failures(resumed.metadata, evidence, [])
+                        held.setdefault((resumed.step, save, evidence), none).attempts.append(
+                            attempt
+                        )
                         break
-    found: dict[int, tuple[tuple[Failure, ...], ...]] = {}
+    found: dict[int, list[Failures]] = defaultdict(list)
     for (step, _, evidence), against in held.items():
-        if len(against) >= 2 and len(steps_of[evidence]) == 1:
-            found[step] = (*found.get(step, ()), tuple(against))
+        if len(against.attempts) >= 2 and len(steps_of[evidence]) == 1:
+            found[step].append(against)
     return found
 
 
@@ -503,7 +500,7 @@ def reject_proven(
             continue
         report = inspect_listed(store, named).report
         there = dict(report.digests)
-        failures = next((one for one in against[named.number] if one[0].metadata == there), None)
+        failures = next((one for one in against[named.number] if one.metadata == there), None)
         if failures is None:
             continue
         try:
@@ -512,11 +509,11 @@ def reject_proven(
                 named.name,
                 report,
                 MarkKind.REJECTED,
-                reason=f"{len(failures)} attempts that resumed from it failed in the same way "
-                f"within {WITHIN_STEPS} steps: {failures[0].evidence}",
+                reason=f"{len(failures.attempts)} attempts that resumed from it failed in the same "
+                f"way within {WITHIN_STEPS} steps: {failures.evidence}",
                 evidence=[
-                    join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
-                    for one in failures[:8]
+                    join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{attempt}.jsonl")
+                    for attempt in failures.attempts[:8]
                 ],
             )
             done.append((report, True))
