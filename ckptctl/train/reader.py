@@ -146,10 +146,12 @@ class Reader(StorageReader):
         self._jobs = jobs
         (self._storage,) = options_from(keywords, storage)
         self.loaded = LoadCounts()
-        self._load_id = ""
         self._given: OpenStep | None = None
         self._stated: Metadata | None = None
         self._step: OpenStep | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._metadata: Metadata | None = None
         self._rank_local: RankLocal | None = None
         self._refused: CkptctlError | None = None
@@ -157,7 +159,7 @@ class Reader(StorageReader):
         self._plan: _PackedPlan | None = None
         self._items: tuple[ReadItem, ...] = ()
         self._numbered: dict[int, list[ReadItem]] = {}
-        self._forget()
+        self._load_id = str(uuid.uuid4())
 
     @classmethod
     def of(cls, opened: OpenStep, metadata: Metadata | None = None) -> Reader:
@@ -282,11 +284,6 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _forget(self) -> None:
-        self._metadata = self._rank_local = self._refused = self._table = self._plan = None
-        self._items, self._numbered = (), {}
-        self._load_id = str(uuid.uuid4())
 
     def _opened(self) -> OpenStep:
         if self._step is None:
