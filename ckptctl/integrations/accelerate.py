@@ -86,7 +86,6 @@ class Checkpoints:
         self._recording().log(step, loss, **values)
 
     def close(self) -> None:
-        """Wait for the last seal, and close the log."""
         self._recording().close()
 
     def _recording(self) -> Recorder:

@@ -105,7 +105,6 @@ class CkptctlCallback(Callback):
             self._recorder.wait()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seal the last save, and close the log."""
         self._seal_saved(trainer)
         if self._recorder is not None:
             self._recorder.close()

@@ -47,7 +47,6 @@ def resolve_iteration(
 
 
 def _point(root: str, iteration: int) -> None:
-    """Let the tracker file name `iteration`."""
     with open_store(root) as store:
         try:
             found = store.read(_TRACKER, limit=100).decode(errors="replace").strip()

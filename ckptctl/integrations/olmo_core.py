@@ -51,7 +51,6 @@ class CkptctlCallback(Callback):
     _saved = None
 
     def post_checkpoint_loaded(self, path: Any) -> None:
-        """Keep the step that the training goes on from."""
         self._resumed_from = self.step
 
     def pre_train(self) -> None:
@@ -83,7 +82,6 @@ class CkptctlCallback(Callback):
         self._seal_saved()
 
     def close(self) -> None:
-        """Seal the last save, and close the log; also after an error."""
         self._seal_saved()
         if self._recorder is not None:
             self._recorder.close()

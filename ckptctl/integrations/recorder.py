@@ -168,7 +168,6 @@ class Recorder(Sealer):
             super().saved(path)
 
     def close(self) -> None:
-        """Wait for the seal of the last save, and close the log."""
         self.wait()
         if self._file is not None:
             self._file.close()

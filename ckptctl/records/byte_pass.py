@@ -142,8 +142,6 @@ class Limits:
 
 @dataclass(slots=True)
 class _Board:
-    """State that the threads of a pass share."""
-
     limits: Limits
     waiting: SimpleQueue[Run] = field(default_factory=SimpleQueue)
     n_read: list[int] = field(default_factory=list)
@@ -275,7 +273,6 @@ class OpenFiles(Closing):
         )
 
     def close(self) -> None:
-        """Close the files."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -392,7 +389,6 @@ class BlockDigests:
 
     @property
     def whole(self) -> bool:
-        """Whether everything was read."""
         return all(digest is not None for found in self.found.values() for digest in found)
 
     @property

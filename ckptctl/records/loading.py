@@ -177,7 +177,6 @@ class MemoryTarget:
 
     @property
     def run(self) -> memoryview | None:
-        """The bytes of the slice, if they follow one another in row-major order."""
         (sizes, (buffer, first, strides)) = self.elements.sizes, self.there
         if not is_contiguous(sizes, strides, self.item_bytes):
             return None
@@ -593,7 +592,6 @@ class _Neighbour(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte of the file after the record."""
         return self.start + self.template.end + self.template.n_rest
 
     @property
@@ -683,7 +681,6 @@ class _NeighbourRun:
         self._crc = 0
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        """See `byte_pass.Run`; `limit` is at least `_MAX_FRAME`."""
         n_aside = sum(self._n_aside(record) + self._skip for record in self._records)
         buffer = memoryview(bytearray(min(limit, n_aside)))
         call = _ReadCall(self._records[0].start, buffer, limit)

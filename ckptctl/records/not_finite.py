@@ -86,7 +86,6 @@ class Values:
 
     @property
     def finite(self) -> bool:
-        """Whether none of them is NaN or infinite."""
         return not (self.n_nan or self.n_infinite)
 
 
@@ -115,7 +114,6 @@ class FiniteScan:
         return Values(self._n_values, n_nan, n_infinite, more, self._n_negative, self._is_zero)
 
     def take(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
         if len(self.lead) < self._n_lead:
             n = self._n_lead - len(self.lead)
             self.lead += bytes(data[:n])

@@ -113,7 +113,6 @@ class Expected(NamedTuple):
 
     @classmethod
     def chunk(cls, tensor: TensorEntry, number: int) -> Expected:
-        """Chunk `number` of a tensor."""
         return cls(tensor.dtype, tensor.chunks.sizes_of(number))
 
 
@@ -131,7 +130,6 @@ class OpenRecord:
 
     @property
     def elements(self) -> Member | None:
-        """The member that holds the elements of the tensor."""
         return None if self.stub is None else self.directory.find(f"data/{self.stub.storage_key}")
 
     @property
@@ -468,7 +466,6 @@ class Templates:
         self._templates: dict[tuple[int, Expected], Template] = {}
 
     def get(self, length: int, expected: Expected) -> Template | None:
-        """The template of the records of this length, dtype and shape."""
         return self._templates.get((length, expected))
 
     def open(

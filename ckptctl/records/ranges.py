@@ -91,12 +91,10 @@ class Ranges:
         return self._numbers.setdefault(file_name, len(self._numbers))
 
     def entry_number(self, number: int) -> int:
-        """The number of the entry that range `number` belongs to."""
         # Entries without ranges share the next entry's first index: take the last one.
         return bisect_right(self.first_range, number) - 1
 
     def owner(self, number: int) -> Owner:
-        """The owner of range `number`."""
         at = self.entry_number(number)
         return Owner(self.entries[at], number - self.first_range[at])
 

@@ -32,7 +32,6 @@ class TensorSlice(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorSlice:
-        """The slice that is all of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -55,7 +54,6 @@ class TensorSlice(NamedTuple):
         return None if min(sizes, default=1) <= 0 else TensorSlice(starts, sizes)
 
     def contains(self, other: TensorSlice) -> bool:
-        """Whether every element of `other` is in this slice."""
         return all(
             start <= first and end <= last
             for start, first, end, last in zip(
@@ -73,7 +71,6 @@ class TensorSlice(NamedTuple):
         return TensorSlice(tuple(map(sum, zip(self.offsets, by, strict=True))), self.sizes)
 
     def permuted(self, order: Sequence[int]) -> TensorSlice:
-        """The slice with its dimensions in another order."""
         return TensorSlice(*(tuple(dims[dim] for dim in order) for dims in self))
 
 

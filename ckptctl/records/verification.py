@@ -143,7 +143,6 @@ class RecordPass:
         """The bytes that have passed so far."""
 
     def take(self, data: memoryview) -> None:
-        """Take the next bytes."""
         part = self.part
         while data:
             at = bisect_right(self._edges, part.end, hi=len(self._edges) - 1) - 1
@@ -326,7 +325,6 @@ class _Results:
         self._parts: dict[int, list[RecordPart]] = defaultdict(list)
 
     def path_of(self, number: int) -> str:
-        """The path of a record's file in the store."""
         return inside(self._folder, self.ranges.file_names[self.ranges.files[number]])
 
     def form_of(self, number: int) -> Form | None:
@@ -337,7 +335,6 @@ class _Results:
         return self._form_of(entry)
 
     def report(self, number: int, checked: Checked) -> None:
-        """Report the result of a record."""
         with self._lock:
             self._report(number, checked)
 
@@ -511,13 +508,11 @@ class _LongRecord:
             self._error = error.message
 
     def take(self, data: memoryview) -> None:
-        """Take the next bytes."""
         self._head = self._head or bytes(data[:_MAGIC_BYTES])
         if self._passing is not None:
             self._passing.take(data)
 
     def finish(self) -> None:
-        """All bytes of the record that lie in the run have passed."""
         if self._passing is not None:
             directory, part = self._passing.directory, self._passing.part
             self._results.join(self.number, directory, part, self._tail)
@@ -547,7 +542,6 @@ class _Unpacking:
             self._unpacker = None
 
     def read_ahead(self, data: memoryview, *, last: bool) -> None:
-        """Decompress the next bytes for the first time."""
         if self._unpacker is None or self._error:
             return
         try:
@@ -565,7 +559,6 @@ class _Unpacking:
             self._error = error.message
 
     def take(self, data: memoryview) -> None:
-        """Decompress the next bytes for the second time."""
         if self._passing is None or self._unpacker is None:
             return
         try:
@@ -575,7 +568,6 @@ class _Unpacking:
             self._error, self._passing = error.message, None
 
     def finish(self) -> None:
-        """All bytes have passed."""
         if self._passing is not None:
             directory, part = self._passing.directory, self._passing.part
             form = self._results.form_of(self.number)

@@ -47,7 +47,6 @@ def abandoned_branches(job: Job, chosen: Report | None) -> tuple[Branch, ...]:
 
 
 def _lies_in(store: Store, chosen: Report) -> bool:
-    """Whether the chosen step is one of a root."""
     return chosen.url == join_url(store.url, base_name(chosen.url))
 
 

@@ -64,7 +64,6 @@ class StateComparison:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Differences:
-        """Compare every kind of state."""
         names = list(names_in(self.saved))
         used = 0
         for rank in self.ranks:

@@ -57,7 +57,6 @@ class Listener:
         _LISTENING.add(self)
 
     def stop(self) -> None:
-        """Restore the earlier handlers."""
         _LISTENING.discard(self)
         self._state[0] = _OVER
         for each, handler in self._before.items():

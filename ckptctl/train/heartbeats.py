@@ -129,8 +129,6 @@ def _opened_folder(path: str) -> HeldFolder:
 
 
 class _HeartbeatWriter:
-    """Writes the heartbeat of this process."""
-
     def __init__(self, folder: HeldFolder, key: str, rank: int, size: int | None) -> None:
         self._folder = folder
         self._key = key
@@ -144,7 +142,6 @@ class _HeartbeatWriter:
             self._beat["world_size"] = size
 
     def is_taken(self) -> bool:
-        """Whether another living process writes this file."""
         try:
             beat = read_heartbeat(self._folder.read(self._name, MAX_BYTES + 1), self._key)
         except (OSError, StorageError, OwnFileUnreadable):
@@ -153,7 +150,6 @@ class _HeartbeatWriter:
 
     @property
     def section(self) -> Reported:
-        """The section that was reported last."""
         return self._beat["section"]
 
     def beat(self, section: Reported | None, step: int | None) -> None:

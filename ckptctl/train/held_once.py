@@ -340,7 +340,6 @@ class LowestRankPlanner(DefaultSavePlanner):
         self._names = names
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What each rank writes; on rank 0 only."""
         seen: set[MetadataIndex] = set()
         plans = []
         for plan in all_plans:

@@ -131,7 +131,6 @@ class Ledger:
             tried.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Drain, and end the thread."""
         self.drain(timeout_s)
         if self._thread is not None:
             self._queue.put(None)
@@ -326,7 +325,6 @@ class RankAttempt:
 
     @property
     def origin(self) -> Origin:
-        """The description of the attempt in the seals of its steps."""
         job, node = (self.cluster.job, self.cluster.node) if self.cluster else (None, None)
         return Origin(self.token.attempt, self.resumed_from, job or "", node or "")
 
@@ -383,7 +381,6 @@ class RankAttempt:
         self._has_failed, self.is_sound = True, False
 
     def watch(self) -> None:
-        """Install a hook that records an uncaught exception."""
         before = sys.excepthook
 
         def seen(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -166,7 +166,6 @@ class ParameterNames(NamedTuple):
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> ParameterNames:
-        """That of the sharded state of one rank."""
         groups = state.get("optimizer", {}).get("param_groups", ())
         return ParameterNames(
             frozenset(state.get("model", ())), tuple(tuple(one["params"]) for one in groups)
@@ -380,7 +379,6 @@ class Move:
         return entries
 
     def _mapped_root(self, kind: str, key: str) -> Path:
-        """Where the step holds what a script maps."""
         root = self._root_of_key(key)
         if root is None:
             keys = dict.fromkeys(one.key for one in self._entries.values())
@@ -445,7 +443,6 @@ class Move:
         return self._take(below, read=read)
 
     def _place(self, entry: _StepEntry, path: Path) -> None:
-        """Give an entry of the step its name in this job."""
         name = _dotted(path)
         held = entry.entry
         if isinstance(held, TensorEntry):

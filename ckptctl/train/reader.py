@@ -252,7 +252,6 @@ class Reader(StorageReader):
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -308,7 +307,6 @@ class Reader(StorageReader):
         return self._plan is not None and tuple(plan.items) == self._items
 
     def _by_number(self, items: Sequence[ReadItem]) -> dict[int, list[ReadItem]]:
-        """The items of a plan by the numbers of their ranges."""
         ranges, tensors = self._ranges(), self._decoded().tensors
         first = {
             entry.fqn: number
@@ -348,8 +346,6 @@ class Reader(StorageReader):
 
 
 class _ReadTarget:
-    """An item of torch's plan, as a target of the record engine: a slice of one tensor."""
-
     def __init__(self, item: ReadItem, load: _Load) -> None:
         self.elements = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
         self._item = item
@@ -582,7 +578,6 @@ class RefusedMetadata(torch_metadata.Metadata):
         return super().__getattribute__(name)
 
     def refuse(self) -> NoReturn:
-        """Raise the error."""
         raise self.error
 
 

@@ -81,7 +81,6 @@ class Inventory:
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: Inventory) -> None:
-        """Add what another rank reports beside this one."""
         for mine, theirs in (
             (self.restored, other.restored),
             (self.derived, other.derived),

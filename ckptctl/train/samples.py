@@ -85,7 +85,6 @@ class SamplesDigest:
         self.value = value
 
     def add(self, position: int, sample: int) -> None:
-        """Count the sample at a position."""
         word = _mixed(_mixed(position + 0x9E3779B97F4A7C15 & _MASK) ^ sample & _MASK)
         self.value = (self.value + word) & _MASK
 
@@ -164,7 +163,6 @@ class GlobalLoader:
         return min(self.global_batch, left) if left >= self.n_ranks else 0
 
     def own(self, start: int, size: int) -> range:
-        """The positions of a global batch that this rank takes."""
         return share_of(start, size, self.rank, self.n_ranks)
 
     def __iter__(self) -> Iterator[Any]:

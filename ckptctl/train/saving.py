@@ -182,7 +182,6 @@ class StepSave:
 
     @property
     def url(self) -> str:
-        """The address of the step."""
         return join_url(self._store.url, self.name)
 
     def run(self, taken: StateToSave) -> None:
@@ -498,7 +497,6 @@ class Stager:
         return copied
 
     def close(self) -> None:
-        """Release the buffers."""
         if self._stager is not None:
             self._stager.close()
         self._stager = None

@@ -34,13 +34,9 @@ from ckptctl.train.samples import GlobalLoader
 class Stateful(Protocol):
     """Any object that returns its state as a dict and can restore it."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, in plain values and tensors."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Restore a state."""
-        ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 _STATEFUL = ("state_dict", "load_state_dict")
@@ -146,12 +142,10 @@ class RankPosition:
 
     @property
     def rng_key(self) -> str:
-        """The key of this rank's random numbers."""
         return f"rank_{self.rank}"
 
     @property
     def data_key(self) -> str:
-        """The key of this data-parallel rank's position in the data."""
         return f"dp_rank_{self.dp_rank}"
 
 

@@ -326,11 +326,9 @@ class _ShardFile:
 
     @property
     def size(self) -> int:
-        """The bytes of the whole file."""
         return sum(record.length for record in self.records)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Its bytes, in order."""
         for record in self.records:
             yield from record.pieces()
 
