@@ -150,17 +150,17 @@ def read_launch(arguments: Sequence[str]) -> Launch:
     return launch
 
 
+@dataclass(slots=True)
 class Round:
     """One meeting of the members: the number of this one among them, and the store they share.
 
     Every method raises `NoRendezvous` where the store does not answer in time.
     """
 
-    def __init__(self, members: Members, store: Store, rank: int, size: int) -> None:
-        self._members = members
-        self._store = store
-        self.rank = rank
-        self.size = size
+    _members: Members
+    _store: Store
+    rank: int
+    size: int
 
     def put(self, key: str, data: bytes) -> None:
         """Set a value for all members."""

@@ -109,19 +109,19 @@ class Stop:
         self.asked = True
 
 
+@dataclass(slots=True)
 class ReadThrottle:
     """Keeps reads below a number of bytes per second, over all threads and passes that use it."""
 
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_s = 0.0
+    bytes_per_s: int
+    _free_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self, n_bytes: int) -> None:
         """Wait until `n_bytes` that were read have taken their time."""
         with self._lock:
             now_s = time.monotonic()
-            self._free_s = max(self._free_s, now_s) + n_bytes / self._bytes_per_s
+            self._free_s = max(self._free_s, now_s) + n_bytes / self.bytes_per_s
             wait_s = self._free_s - now_s
         time.sleep(wait_s)
 
@@ -401,17 +401,17 @@ class BlockDigests:
         }
 
 
+@dataclass(slots=True)
 class CrcRun:
     """Computes the `crc` of `n_bytes` bytes of a file; see `byte_pass.Run`."""
 
-    def __init__(self, path: str, start: int, n_bytes: int) -> None:
-        self.path = path
-        self.n_bytes = n_bytes
-        self.crc = 0
-        self._start = start
+    path: str
+    start: int
+    n_bytes: int
+    crc: int = 0
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        return _in_order(self._start, self.n_bytes, limit)
+        return _in_order(self.start, self.n_bytes, limit)
 
     def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - in order
         self.crc = crc32(data, self.crc)

@@ -481,17 +481,17 @@ def _is_unframed(owner: Owner, head: bytes, last: bytes) -> bool:
     return plain or is_before_archives(head)
 
 
+@dataclass(slots=True)
 class _LongRecord:
     """A long record, or a part of one, whose bytes pass through one thread."""
 
-    def __init__(self, results: _Results, number: int, start: int) -> None:
-        self._results = results
-        self.number = number
-        self._start = start
-        self._passing: RecordPass | None = None
-        self._tail = b""
-        self._error = ""
-        self._head = b""
+    _results: _Results
+    number: int
+    _start: int
+    _passing: RecordPass | None = None
+    _tail: bytes = b""
+    _error: str = ""
+    _head: bytes = b""
 
     def read_ahead(self, data: memoryview, *, last: bool) -> None:  # noqa: ARG002 - always
         """Read the directory from the end of the record."""

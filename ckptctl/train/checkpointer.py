@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -555,6 +555,7 @@ _PATIENCE_S = 30.0
 """How long a save, or the end of the process, waits for the previous removal."""
 
 
+@dataclass(slots=True)
 class Retention:
     """Keeps the newest `keep` steps of the root that an attempt holds, and removes older ones.
 
@@ -566,13 +567,11 @@ class Retention:
     the process, and an interrupted one leaves an interrupted save, which the next one removes.
     """
 
-    def __init__(self, job: Job, attempt: RankAttempt, keep: int) -> None:
-        self._job = job
-        self._store = job.store
-        self._attempt = attempt
-        self._keep = keep
-        self._memory: dict[str, Inspection] = {}
-        self._thread: threading.Thread | None = None
+    _job: Job
+    _attempt: RankAttempt
+    _keep: int
+    _memory: dict[str, Inspection] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
 
     def begin(self, protected: Mapping[int, str]) -> None:
         """Start a removal, unless the previous one is still running.
@@ -598,15 +597,16 @@ class Retention:
             protected=protected,
             seal_bytes=SealBytes.LATER,
         )
+        own = self._job.store
         others = [
             (store, url in selection.roots.optional)
             for url, store in self._job.stores.items()
-            if store is not self._store
+            if store is not own
         ]
         failures: Sequence[CkptctlError] = ()
         try:
             plan = RetentionPlan(
-                OpenRoot(self._store, list_all(self._store)),
+                OpenRoot(own, list_all(own)),
                 rules,
                 # Proving a step's bytes is left to `prune` and `seal`.
                 prove=lambda *_: NotCounted("written to since it was sealed"),
@@ -622,12 +622,13 @@ class Retention:
             self._job.tell(f"older steps were not removed: {why}")
 
     def _remove(self, inspected: Inspection) -> bool:
-        check_token(self._store, self._attempt.token)
-        name, path = inspected.step.name, join_url(self._store.url, inspected.step.name)
+        store, name = self._job.store, inspected.step.name
+        check_token(store, self._attempt.token)
+        path = join_url(store.url, name)
         # Before it goes: a signal may end this process at any moment.
         self._attempt.record(RemovingLine(step=inspected.report.number, path=path))
         self._attempt.ledger.drain(RECORD_TIMEOUT_S)
-        return remove_step(self._store, name, seen=inspected.step.files)
+        return remove_step(store, name, seen=inspected.step.files)
 
 
 def _listed(store: Store, optional: bool) -> Iterator[OpenRoot]:

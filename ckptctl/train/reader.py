@@ -10,7 +10,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NoReturn, Unpack
 
 import torch
@@ -395,24 +395,19 @@ class _ReadTarget:
         self._load.planner.commit_tensor(self._item, self._target)
 
 
+@dataclass
 class _Load(Caller):
     """One load of a part for torch's planner, as the caller of the record engine."""
 
-    def __init__(
-        self,
-        opened: OpenStep,
-        ranges: Ranges,
-        planner: LoadPlanner,
-        wanted: Mapping[int, Sequence[ReadItem]],
-        safe_types: Sequence[object],
-    ) -> None:
-        self.planner = planner
-        self.resolve = _resolver(planner)
-        self.devices: set[torch.device] = set()
-        self._opened = opened
-        self._ranges = ranges
-        self._wanted = wanted
-        self._safe_types = safe_types
+    _opened: OpenStep
+    _ranges: Ranges
+    planner: LoadPlanner
+    _wanted: Mapping[int, Sequence[ReadItem]]
+    _safe_types: Sequence[object]
+    devices: set[torch.device] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.resolve = _resolver(self.planner)
 
     def item_bytes(self, stub: TensorStub) -> int:
         found = torch_dtype(stub.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import UsageError
@@ -72,6 +73,7 @@ def share_of(start: int, n: int, rank: int, n_ranks: int) -> range:
     return range(start + n * rank // n_ranks, start + n * (rank + 1) // n_ranks)
 
 
+@dataclass(slots=True)
 class SamplesDigest:
     """The digest of the samples consumed in one step, by position and index.
 
@@ -79,10 +81,7 @@ class SamplesDigest:
     on the order of the samples, but not on the number of ranks.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
+    value: int = 0
 
     def add(self, position: int, sample: int) -> None:
         word = _mixed(_mixed(position + 0x9E3779B97F4A7C15 & _MASK) ^ sample & _MASK)
