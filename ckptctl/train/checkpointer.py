@@ -346,9 +346,7 @@ class Checkpointer:
         )
 
     def _state(
-        self,
-        counts: Counts,
-        staged: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        self, counts: Counts, staged: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> StateToSave:
         """What is saved as `step`, compared over the ranks, and its state as `staged` returns it.
 

@@ -27,13 +27,7 @@ from ckptctl.distributed.process_table import own_process
 from ckptctl.errors import AlreadyExists, CkptctlError, OwnFileUnreadable, StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.own.contract import Drift, drift, stated_by_one, terms_of
-from ckptctl.formats.own.files import (
-    ATTEMPTS_FOLDER,
-    REPORT_SUFFIX,
-    as_fields,
-    line_bytes,
-    utc_now,
-)
+from ckptctl.formats.own.files import ATTEMPTS_FOLDER, REPORT_SUFFIX, as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import (
     REPORT_SCHEMA,
     EndedLine,

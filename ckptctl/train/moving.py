@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 from ckptctl.errors import ModelDiffers, RecordUnsafe, StateRefused, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import (
-    belongs_to_shards,
-    is_own,
-    layout_of,
-    step_name,
-)
+from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own, layout_of, step_name
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
     SCALER_MARKS,

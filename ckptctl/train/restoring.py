@@ -45,12 +45,7 @@ from ckptctl.selection.picking import Pick
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import base_name
 from ckptctl.train.differences import Differences, RankEntries, refuse_lost
-from ckptctl.train.optimizers import (
-    forget_unsaved,
-    loaded_as_saved,
-    same_groups,
-    without_a_step,
-)
+from ckptctl.train.optimizers import forget_unsaved, loaded_as_saved, same_groups, without_a_step
 from ckptctl.train.passes import data_differences, passes_of, record_in
 from ckptctl.train.resolving import Selection
 from ckptctl.train.samples import GlobalLoader, note_on_order
@@ -116,11 +111,7 @@ class Restore:
     """One restore on one rank, with the result for each kind of state so far."""
 
     def __init__(
-        self,
-        wanted: LoadTarget,
-        differences: Differences,
-        saved: SavedProgress,
-        job: Job,
+        self, wanted: LoadTarget, differences: Differences, saved: SavedProgress, job: Job
     ) -> None:
         self._loaded = wanted.state
         self._keeps_options = differences.keeps_options
@@ -172,10 +163,7 @@ class Restore:
             with _accepting("optimizer"), without_a_step(parts.optimizers):
                 # Not strict: one optimizer of several may have no state, as SGD without momentum.
                 set_optimizer_state_dict(
-                    parts.model,
-                    parts.optimizer,
-                    optimizer,
-                    options=StateDictOptions(strict=False),
+                    parts.model, parts.optimizer, optimizer, options=StateDictOptions(strict=False)
                 )
             note = forget_unsaved(parts.optimizers, optimizer["state"])
             inventory.notes += [] if note is None else [note]
@@ -451,10 +439,7 @@ def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
 
 
 def read_into(
-    values: Mapping[str, Any],
-    group: ProcessGroup,
-    opened: OpenStep,
-    metadata: Metadata,
+    values: Mapping[str, Any], group: ProcessGroup, opened: OpenStep, metadata: Metadata
 ) -> dict[str, Any]:
     """Read entries of a step, by name; every rank calls it, with what it needs itself.
 

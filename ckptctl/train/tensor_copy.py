@@ -14,14 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ckptctl.records.loading import QUANTIZED, TensorRecord, fills_storage, is_row_major
-from ckptctl.records.slices import (
-    ByteSlice,
-    Dims,
-    TensorSlice,
-    flattened,
-    position,
-    row_major,
-)
+from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, flattened, position, row_major
 
 _WRITABLE = 0x200
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory

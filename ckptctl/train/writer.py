@@ -201,10 +201,7 @@ class Writer(StorageWriter):
                 store.folders.sync_folder("")
         digester = Digester(self._algorithm)
         digester.update(data)
-        self.written = {
-            **self.written,
-            self._metadata: WrittenFile(len(data), digester.digests()),
-        }
+        self.written = {**self.written, self._metadata: WrittenFile(len(data), digester.digests())}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
