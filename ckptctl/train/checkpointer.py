@@ -412,16 +412,15 @@ class Checkpointer:
                 f"{save.url} is saved and rejected: {taken.lost}; no later step of this attempt "
                 "can be used"
             )
-        attempt.record(
-            SavedLine(
-                step=save.number,
-                path=save.url,
-                tokens=counts.tokens,
-                loss=loss if loss is not None and math.isfinite(loss) else None,
-                took_s=round(time.monotonic() - began_s, 3),
-                moved_aside=save.moved_aside,
-            )
+        line = SavedLine(
+            step=save.number,
+            path=save.url,
+            tokens=counts.tokens,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            took_s=round(time.monotonic() - began_s, 3),
+            moved_aside=save.moved_aside,
         )
+        attempt.record(line)
         attempt.ledger.drain(RECORD_TIMEOUT_S)
         self._confirm(attempt, save.number, went_well=taken.went_well)
         if self._keep is None:
@@ -588,13 +587,8 @@ class Retention:
         selection = self._job.selection
         policy = replace(selection.policy, level=Level.LISTING)
         # Bytes are not read during training: a resume or `prune` compares them with the seals.
-        rules = Rules(
-            self._keep,
-            selection.requirements,
-            policy,
-            protected=protected,
-            seal_bytes=SealBytes.LATER,
-        )
+        requirements, later = selection.requirements, SealBytes.LATER
+        rules = Rules(self._keep, requirements, policy, protected=protected, seal_bytes=later)
         own = self._job.store
         others = [
             (store, url in selection.roots.optional)

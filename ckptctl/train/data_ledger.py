@@ -273,16 +273,15 @@ class DataLedger:
             ):
                 one.is_whole, one.ids = True, []
             without |= {epoch} if len(one.ids) > MOST_IDS else set()
-            stored.append(
-                {
-                    "epoch": epoch,
-                    "count": one.count,
-                    "sum": as_hex(one.total),
-                    "is_whole": one.is_whole,
-                    "ids": None if epoch in without else one.ids,
-                    "spans": [*map(copy, self._spans[epoch])] if epoch in self._spans else None,
-                }
-            )
+            kept: EpochFields = {
+                "epoch": epoch,
+                "count": one.count,
+                "sum": as_hex(one.total),
+                "is_whole": one.is_whole,
+                "ids": None if epoch in without else one.ids,
+                "spans": [*map(copy, self._spans[epoch])] if epoch in self._spans else None,
+            }
+            stored.append(kept)
         return {
             "metadata": "",
             "step": step,
@@ -322,20 +321,15 @@ class DataLedger:
 
 
 def _history_of(fields: DataFields) -> _SavedLedger:
-    epochs = fields["epochs"]
-    return _SavedLedger(
-        fields["since"],
-        fields["step"],
-        {
-            one["epoch"]: _Taken(
-                one["count"], int(one["sum"], 16), list(one["ids"] or ()), one["is_whole"]
-            )
-            for one in epochs
-        },
-        {one["epoch"] for one in epochs if one["ids"] is None},
-        fields["unrecorded"],
-        {one["epoch"]: [*map(copy, one["spans"])] for one in epochs if one["spans"] is not None},
-    )
+    history = _SavedLedger(fields["since"], fields["step"], unrecorded=fields["unrecorded"])
+    for one in fields["epochs"]:
+        epoch, ids, total = one["epoch"], list(one["ids"] or ()), int(one["sum"], 16)
+        history.epochs[epoch] = _Taken(one["count"], total, ids, one["is_whole"])
+        if one["ids"] is None:
+            history.without_ids.add(epoch)
+        if one["spans"] is not None:
+            history.spans[epoch] = [*map(copy, one["spans"])]
+    return history
 
 
 def _digest(rows: dict[tuple[int, int, int], _Taken]) -> int:

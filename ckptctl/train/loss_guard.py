@@ -220,14 +220,9 @@ def _reject_since(
         for address in addresses:
             if token is not None:
                 check_token(store, token)
+            by = "ckptctl.train.LossGuard"
             try:
-                mark(
-                    address,
-                    MarkKind.REJECTED,
-                    reason=reason,
-                    by="ckptctl.train.LossGuard",
-                    storage=storage,
-                )
+                mark(address, MarkKind.REJECTED, reason=reason, by=by, storage=storage)
             except CkptctlError as error:  # the other steps must not stay usable
                 failed.append((address, error))
         if failed:

@@ -255,12 +255,11 @@ class Move:
         self._entries = self._recognized(())
         self._mapped = {kind: self._mapped_root(kind, key) for kind, key in names.items()}
         if names:
-            self._entries = self._recognized(
-                [
-                    (kind, _dotted(root[1:] or root if root[0] in beside.values else root))
-                    for kind, root in self._mapped.items()
-                ]
-            )
+            keys = {
+                kind: root[1:] or root if root[0] in beside.values else root
+                for kind, root in self._mapped.items()
+            }
+            self._entries = self._recognized([(kind, _dotted(key)) for kind, key in keys.items()])
         children: dict[Path, set[str | int]] = defaultdict(set)
         for entry in self._entries.values():
             children[entry.path[:-1]].add(entry.path[-1])
@@ -726,14 +725,12 @@ class Move:
         self._front = root
         n_root = len(root)
         taken = ("model", "other") if root else ("model",)
+        below = [one for one in in_shards if tuple(one.name.split("."))[:n_root] == root]
         below = [
             one
-            for one in in_shards
-            if tuple(one.name.split("."))[:n_root] == root
-            and (
-                one.kind.names[0] in taken
-                or self._parameter(_dotted(one.tail(n_root))) in self._model
-            )
+            for one in below
+            if one.kind.names[0] in taken
+            or self._parameter(_dotted(one.tail(n_root))) in self._model
         ]
         for entry in self._take(below, read=False):
             tail = entry.tail(len(root))

@@ -79,12 +79,8 @@ def name_by_rank(state: dict[str, Any], units: Collection[Path], rank: int) -> N
 
 def seen_by(saved: Metadata, rank: int) -> tuple[Metadata, Mapping[str, str]]:
     """A step with the names of a rank's own entries as all ranks have them, and the names in it."""
-    own = {
-        plain_name(name): name
-        for entries in (saved.tensors, saved.bytes_entries)
-        for name in entries
-        if rank_in(name) == rank
-    }
+    names = (*saved.tensors, *saved.bytes_entries)
+    own = {plain_name(name): name for name in names if rank_in(name) == rank}
     if not own:
         return saved, own
     tensors: dict[str, Any] = dict(saved.tensors)

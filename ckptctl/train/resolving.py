@@ -153,13 +153,9 @@ def _newest(selection: Selection, failed: Sequence[PassedOver]) -> tuple[Pick, O
     policy = replace(
         selection.policy, level=_first_level(selection), skip={*selection.policy.skip, *skip}
     )
-    picked, opened = pick_step(
-        selection.roots,
-        policy,
-        selection.requirements,
-        selection.storage,
-        selection.seal_bytes_at_first,
-    )
+    requirements, storage = selection.requirements, selection.storage
+    seal_bytes = selection.seal_bytes_at_first
+    picked, opened = pick_step(selection.roots, policy, requirements, storage, seal_bytes)
     if not failed:
         if picked.chosen is None and picked.answer is not Answer.FRESH:
             raise picked.nothing
@@ -342,18 +338,17 @@ def prove_content(
         return None
     pattern = compile_pattern(selection.requirements.pattern)
     neighbours = neighbours_of(lambda: list_root(opened.store, pattern).steps, chosen.number or 0)
-    reports = group.from_all(
-        lambda: (
-            inspect_step(
-                opened,
-                selection.requirements,
-                level=Level.CONTENT,
-                content=content_asked(ContentOptions(), group),
-                neighbours=neighbours,
-            ).report
-        )
-    )
-    report = reports[0]
+
+    def inspected() -> Report:
+        return inspect_step(
+            opened,
+            selection.requirements,
+            level=Level.CONTENT,
+            content=content_asked(ContentOptions(), group),
+            neighbours=neighbours,
+        ).report
+
+    report = group.from_all(inspected)[0]
     if report.verdict is Verdict.UNKNOWN:
         first = report.with_severity(Severity.FAULT)[0]
         raise StorageUnavailable(first.message, next_command=first.next_command)

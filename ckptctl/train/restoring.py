@@ -556,17 +556,11 @@ class LoadTarget:
             for name, tensor in self._tensors
             if name in tensors
         }
-        return RankEntries(
-            int(digits or "0", 2),
-            tuple(
-                name
-                for name in self._flat
-                if not self._is_saved(name) and name not in self._also_restored
-            ),
-            parts.given,
-            len(self.groups),
-            frozenset(one for one in casts if one[1] != one[2]),
-        )
+        absent = (name for name in self._flat if not self._is_saved(name))
+        missing = tuple(name for name in absent if name not in self._also_restored)
+        casts = {cast for cast in casts if cast[1] != cast[2]}
+        used = int(digits or "0", 2)
+        return RankEntries(used, missing, parts.given, len(self.groups), frozenset(casts))
 
     def fill(
         self, differences: Differences, read: Callable[[dict[str, Any]], dict[str, Any]]
@@ -585,12 +579,11 @@ class LoadTarget:
         for name in self._flat:
             if self._is_saved(name) and name not in self._values and not name.startswith(left_out):
                 names[self._own.get(name, name)] = name
-        loaded = read(
-            {
-                there: self._flat[name].detach().clone() if name in self._tied else self._flat[name]
-                for there, name in names.items()
-            }
-        )
+        values = {}
+        for there, name in names.items():
+            own = self._flat[name]
+            values[there] = own.detach().clone() if name in self._tied else own
+        loaded = read(values)
         lost = []
         for there, name in names.items():
             first = self._tied.get(name)
@@ -598,10 +591,8 @@ class LoadTarget:
                 self._set(name, loaded[there])
             elif not _same_bits(loaded[there], self._flat[first]):
                 kind = name.partition(".")[0].removesuffix("_tensors")
-                lost.append(
-                    f"{kind} ({first} and {name} are one tensor in this job, and differ in the "
-                    "step)"
-                )
+                both = f"{first} and {name}"
+                lost.append(f"{kind} ({both} are one tensor in this job, and differ in the step)")
         for name in self._values.keys() & self._paths.keys():
             if self._paths[name][0] in self.state:
                 self._set(name, self._values[name])

@@ -272,16 +272,13 @@ class Resume:
         outlines, whole = group.from_all_keeping(lambda: self._metadata(chosen, opened))
         if not is_of_another_program(whole):
             return StepView(*seen_by(whole, group.rank), whole), whole
-        move = group.on_all(
-            lambda: Move(
-                whole,
-                outlines,
-                job.parts,
-                job.position,
-                job.options.names,
-                read_files_beside(opened, group.rank),
-            )
-        )
+        names = job.options.names
+
+        def moved() -> Move:
+            beside = read_files_beside(opened, group.rank)
+            return Move(whole, outlines, job.parts, job.position, names, beside)
+
+        move = group.on_all(moved)
         read = group.on_all(lambda: read_into(move.request(), group, opened, whole))
         return group.on_all(lambda: move.view(read, chosen, job.options)), whole
 
@@ -312,15 +309,14 @@ class Resume:
     def _record_start(self, attempt: RankAttempt, restored: Restored) -> None:
         group = self._job.group
         attempt.cluster = cluster_context().placed(group.rank, group.size)
-        attempt.ledger.add(
-            StartedLine(
-                token=attempt.token.number,
-                resume_from=str(self._resume_from),
-                world_size=group.size,
-                cluster=attempt.cluster,
-                supervised=os.environ.get(ATTEMPT),
-            )
+        started = StartedLine(
+            token=attempt.token.number,
+            resume_from=str(self._resume_from),
+            world_size=group.size,
+            cluster=attempt.cluster,
+            supervised=os.environ.get(ATTEMPT),
         )
+        attempt.ledger.add(started)
         for over in restored.not_loaded:
             line = FailedLine(step=over.step, reason=redacted(over.reason), phase="loading")
             attempt.ledger.add(line)

@@ -112,12 +112,9 @@ class Counts:
             loss = None if loss is None else float(loss)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"loss is {_shown(loss)}: expected one number") from error
-        return cls(
-            _whole("step", step),
-            loss,
-            None if tokens is None else _whole("tokens", tokens),
-            None if samples is None else _whole("samples", samples),
-        )
+        tokens = None if tokens is None else _whole("tokens", tokens)
+        samples = None if samples is None else _whole("samples", samples)
+        return cls(_whole("step", step), loss, tokens, samples)
 
 
 def _whole(name: str, value: Any) -> int:
@@ -251,21 +248,16 @@ class StepSave:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        before = partial(self._before_metadata, taken)
         writer = Writer.of(
-            self._store,
-            self.name,
-            algorithm=self._algorithm,
-            before_metadata=partial(self._before_metadata, taken),
+            self._store, self.name, algorithm=self._algorithm, before_metadata=before
         )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns about a save without a process group
-                save(
-                    taken.state,
-                    storage_writer=writer,
-                    planner=LowestRankPlanner(taken.buffers),
-                    **self._group.dcp_arguments(save),
-                )
+                planner = LowestRankPlanner(taken.buffers)
+                arguments = self._group.dcp_arguments(save)
+                save(taken.state, storage_writer=writer, planner=planner, **arguments)
         except CheckpointException as error:  # a BaseException, which no other clause catches
             raise self._write_failed(error) from error
         except RuntimeError as error:
@@ -485,14 +477,13 @@ class Stager:
             return copied
         if self._stager is None:
             on_gpu = torch.cuda.is_available()
-            self._stager = staging.DefaultStager(
-                staging.StagingOptions(
-                    use_pinned_memory=on_gpu,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_gpu,
-                )
+            options = staging.StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
             )
+            self._stager = staging.DefaultStager(options)
         copied = self._stager.stage(state)
         return copied
 

@@ -240,13 +240,9 @@ class Writer(StorageWriter):
         """The files of this rank, with their records in the order in which torch writes them."""
         items = plan.items
         shares = _shared(items, self._n_threads) if self._single_file else [[one] for one in items]
-        return [
-            _ShardFile(
-                f"__{plan.storage_data}_{number}.distcp",
-                [_record_of(item, planner) for item in share],
-            )
-            for number, share in enumerate(shares)
-        ]
+        name = f"__{plan.storage_data}_{{}}.distcp"
+        records = ([_record_of(item, planner) for item in share] for share in shares)
+        return [_ShardFile(name.format(number), held) for number, held in enumerate(records)]
 
 
 def _shared(items: Sequence[WriteItem], n_files: int) -> list[list[WriteItem]]:
