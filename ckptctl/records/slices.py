@@ -54,11 +54,10 @@ class TensorSlice(NamedTuple):
         return None if min(sizes, default=1) <= 0 else TensorSlice(starts, sizes)
 
     def contains(self, other: TensorSlice) -> bool:
-        return all(
-            start <= first and end <= last
-            for start, first, end, last in zip(
-                self.offsets, other.offsets, other.ends, self.ends, strict=True
-            )
+        starts = zip(self.offsets, other.offsets, strict=True)
+        ends = zip(other.ends, self.ends, strict=True)
+        return all(start <= first for start, first in starts) and all(
+            end <= last for end, last in ends
         )
 
     def relative_to(self, outer: TensorSlice) -> TensorSlice:

@@ -442,11 +442,10 @@ class RecordRun:
         end = begin + ranges.lengths[number]
         if self._passing is None or self._passing.number != number:
             owner = ranges.owner(number)
-            self._passing = (
-                _Unpacking(self._results, number, owner)
-                if owner.transforms
-                else _LongRecord(self._results, number, max(0, self.start - begin))
-            )
+            if owner.transforms:
+                self._passing = _Unpacking(self._results, number, owner)
+            else:
+                self._passing = _LongRecord(self._results, number, max(0, self.start - begin))
         if piece.ahead:
             self._passing.read_ahead(data, last=piece.start + piece.length == end)
         else:

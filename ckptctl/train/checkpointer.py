@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
@@ -494,12 +493,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # An exit that reports success must not hide that the last save is lost.
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
@@ -589,12 +583,9 @@ class Retention:
         # Bytes are not read during training: a resume or `prune` compares them with the seals.
         requirements, later = selection.requirements, SealBytes.LATER
         rules = Rules(self._keep, requirements, policy, protected=protected, seal_bytes=later)
-        own = self._job.store
-        others = [
-            (store, url in selection.roots.optional)
-            for url, store in self._job.stores.items()
-            if store is not own
-        ]
+        own, optional = self._job.store, selection.roots.optional
+        stores = self._job.stores.items()
+        others = [(store, url in optional) for url, store in stores if store is not own]
         failures: Sequence[CkptctlError] = ()
         try:
             plan = RetentionPlan(

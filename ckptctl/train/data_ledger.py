@@ -263,15 +263,11 @@ class DataLedger:
         expected = self._expected_now()
         stored: list[EpochFields] = []
         for epoch, one in sorted(epochs.items()):
-            # The ids of an epoch that is proven to be complete are not needed any more.
-            if (
-                not one.is_whole
-                and epoch not in without
-                and expected is not None
-                and one.count == expected["count"]
-                and as_hex(one.total) == (expected["sum"] or as_hex(_added(range(one.count))))
-            ):
-                one.is_whole, one.ids = True, []
+            is_full = expected is not None and one.count == expected["count"]
+            if expected is not None and is_full and not one.is_whole and epoch not in without:
+                total = expected["sum"] or as_hex(_added(range(one.count)))
+                if as_hex(one.total) == total:  # proven: its ids are not needed any more
+                    one.is_whole, one.ids = True, []
             without |= {epoch} if len(one.ids) > MOST_IDS else set()
             kept: EpochFields = {
                 "epoch": epoch,

@@ -14,7 +14,7 @@ from ckptctl.errors import StateRefused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
-from ckptctl.train.rank_names import plain_name, rank_in
+from ckptctl.train.rank_names import Path, plain_name, rank_in
 from ckptctl.train.state import part_of
 
 
@@ -105,10 +105,8 @@ class StateComparison:
         self._entries(part, beyond, [])
 
     def _entries(self, part: str, unused: Sequence[str], missing: Sequence[str]) -> None:
-        for names, whose, other in (
-            (unused, "the step", "this job"),
-            (missing, "this job", "the step"),
-        ):
+        sides = ((unused, "the step", "this job"), (missing, "this job", "the step"))
+        for names, whose, other in sides:
             if names:
                 what = counted(len(names), "entry", "entries")
                 self.lost.append(
@@ -139,10 +137,7 @@ class StateComparison:
         return True, self._options(paths, unused, missing)
 
     def _options(
-        self,
-        paths: Mapping[str, tuple[str | int, ...]],
-        unused: Sequence[str],
-        missing: Sequence[str],
+        self, paths: Mapping[str, Path], unused: Sequence[str], missing: Sequence[str]
     ) -> bool:
         """Compare the groups of parameters and their options; whether those are restored."""
         start = "optimizer.param_groups."
@@ -153,18 +148,16 @@ class StateComparison:
                 f"and this job {n_groups})"
             )
             return False
-        dropped = {name.split(".", 3)[3] for name in unused if name.startswith(start)}
-        if dropped:
-            self.notes.append(
-                f"the step has an option of the optimizer that this job's has not: "
-                f"{some_of(sorted(dropped))}"
-            )
-        kept = {name.split(".", 3)[3] for name in missing if name.startswith(start)}
-        if kept:
-            self.notes.append(
-                f"this job's optimizer has an option that the step's has not, and keeps its "
-                f"value: {some_of(sorted(kept))}"
-            )
+        for names, what in (
+            (unused, "the step has an option of the optimizer that this job's has not"),
+            (
+                missing,
+                "this job's optimizer has an option that the step's has not, and keeps its value",
+            ),
+        ):
+            options = {name.split(".", 3)[3] for name in names if name.startswith(start)}
+            if options:
+                self.notes.append(f"{what}: {some_of(sorted(options))}")
         return True
 
 

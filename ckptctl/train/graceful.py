@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ckptctl.distributed.launcher import cluster_context
@@ -231,12 +231,7 @@ class GracefulStop:
         self._listener.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.stop()
         for timer in self._timers:
             timer.cancel()

@@ -279,11 +279,8 @@ def _check(ranks: Sequence[Mapping[int, _Exact]]) -> set[Path]:
 
 def _refusal(refused: Mapping[str, Mapping[int, _Exact]]) -> str:
     """What differs, between which ranks, and what to do about it."""
-    # Causes before what follows from them.
-    name = min(
-        refused,
-        key=lambda name: (not name.startswith("train_state"), not name.startswith("model"), name),
-    )
+    kinds = ("train_state", "model")  # causes come before what follows from them
+    name = min(refused, key=lambda name: (*(not name.startswith(kind) for kind in kinds), name))
     by_rank = refused[name]
     others = sorted(refused.keys() - {name})
     ranks: dict[object, list[int]] = {}

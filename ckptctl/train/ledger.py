@@ -461,10 +461,9 @@ def proven(attempts: Attempts) -> Mapping[int, Sequence[Failures]]:
                 case FailedLine(step=int(at), evidence=str(evidence)):
                     if 0 <= at - resumed.step <= WITHIN_STEPS:
                         steps_of[evidence].add(resumed.step)
-                        none = Failures(resumed.metadata, evidence, [])
-                        held.setdefault((resumed.step, save, evidence), none).attempts.append(
-                            attempt
-                        )
+                        failures = Failures(resumed.metadata, evidence, [])
+                        failures = held.setdefault((resumed.step, save, evidence), failures)
+                        failures.attempts.append(attempt)
                         break
     found: dict[int, list[Failures]] = defaultdict(list)
     for (step, _, evidence), against in held.items():

@@ -333,12 +333,12 @@ class Move:
         import torch
 
         tensors = self._saved.tensors
-        return {
-            name: torch.empty(tensors[name].shape, dtype=getattr(torch, tensors[name].dtype))
-            if name in tensors
-            else 0
-            for name in sorted(self._to_read)
-        }
+        values: dict[str, Any] = dict.fromkeys(sorted(self._to_read), 0)
+        for name in values.keys() & tensors.keys():
+            values[name] = torch.empty(
+                tensors[name].shape, dtype=getattr(torch, tensors[name].dtype)
+            )
+        return values
 
     # What the step holds
 

@@ -237,11 +237,9 @@ def follow_all(
         place, data = ranks[group.rank][number]
         others = [rank[number] for rank in ranks if number < len(rank)]
         same = [other for where, other in others if where == place]
-        data = {
-            name: value
-            for name, value in data.items()
-            if all(other.get(name) == value for other in same)
-        }
+        for name in [*data]:
+            if any(other.get(name) != data[name] for other in same):
+                del data[name]
         if isinstance(loader, GlobalLoader):
             loader.data = data
             continue

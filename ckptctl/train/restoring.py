@@ -76,13 +76,9 @@ class Inventory:
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: Inventory) -> None:
-        for mine, theirs in (
-            (self.restored, other.restored),
-            (self.derived, other.derived),
-            (self.lost, other.lost),
-            (self.notes, other.notes),
-        ):
-            mine += [each for each in theirs if each not in mine]
+        for name in ("restored", "derived", "lost", "notes"):
+            mine = getattr(self, name)
+            mine += [each for each in getattr(other, name) if each not in mine]
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,13 +388,10 @@ class Resume:
         begin_run([job.stores[url] for url in job.selection.roots.mandatory], report["step"])
         # The report and the sentinel already name the step, so no reader needs this line before
         # the first step; a failure is written behind it, by the same thread.
-        attempt.ledger.add_later(
-            ResumedLine(
-                step=report["step"],
-                metadata={} if chosen is None else dict(chosen.digests),
-                load_s=round(clock_s() - self._began_s, 3),
-            )
-        )
+        digests = {} if chosen is None else dict(chosen.digests)
+        load_s = round(clock_s() - self._began_s, 3)
+        line = ResumedLine(step=report["step"], metadata=digests, load_s=load_s)
+        attempt.ledger.add_later(line)
         self._print(report, restored)
         return report, path
 
@@ -428,10 +425,8 @@ class Resume:
         """Print how the replay begins; on rank 0 only. Its report is returned, not stored."""
         job = self._job
         cluster = cluster_context().placed(job.group.rank, job.group.size)
-        report = resume_document(job, restored) | {
-            "attempt": new_attempt(),
-            "cluster": cluster.document(),
-        }
+        own = {"attempt": new_attempt(), "cluster": cluster.document()}
+        report = resume_document(job, restored) | own
         self._print(report, restored)
         step = restored.saved.step
         job.tell(

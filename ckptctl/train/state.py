@@ -468,11 +468,8 @@ def _extra_tensors(name: str, part: Stateful, saved: Metadata) -> dict[str, Any]
         if rank_in(key) is not None:
             continue  # that of another rank
         own = tensors.get(key)
-        if (
-            own is None
-            or (tuple(own.shape), own.dtype) != (entry.shape, dtype)
-            or shares_elements(own)
-        ):
+        form = None if own is None else (tuple(own.shape), own.dtype)
+        if form != (entry.shape, dtype) or shares_elements(own):
             tensors[key] = torch.empty(entry.shape, dtype=dtype)
     return tensors
 

@@ -49,12 +49,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether memory holds the values unchanged: no subclass, not sparse, no pending sign."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_dense and not tensor.is_conj() and not tensor.is_neg()
 
 
 def saved_strides(tensor: torch.Tensor) -> tuple[int, ...]:
