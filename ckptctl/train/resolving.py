@@ -68,9 +68,9 @@ class Selection:
         return self.requirements.reads_every_byte(self.policy.level)
 
     @property
-    def seal_bytes_at_first(self) -> SealBytes | None:
-        """What a required seal means for rank 0's own inspection."""
-        return SealBytes.LATER if self.shares_content else None
+    def first_look(self) -> tuple[Level | None, SealBytes | None]:
+        """The level of rank 0's own inspection, before the shared one; what a seal means for it."""
+        return (None, SealBytes.LATER) if self.shares_content else (self.policy.level, None)
 
     def older_than(self, step: int) -> Selection:
         """The same for steps before `step` that also respect the policy's own bound."""
@@ -150,11 +150,9 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
 
 def _newest(selection: Selection, failed: Sequence[PassedOver]) -> tuple[Pick, OpenStep | None]:
     skip = {over.step for over in failed if over.step is not None}
-    policy = replace(
-        selection.policy, level=_first_level(selection), skip={*selection.policy.skip, *skip}
-    )
+    level, seal_bytes = selection.first_look
+    policy = replace(selection.policy, level=level, skip={*selection.policy.skip, *skip})
     requirements, storage = selection.requirements, selection.storage
-    seal_bytes = selection.seal_bytes_at_first
     picked, opened = pick_step(selection.roots, policy, requirements, storage, seal_bytes)
     if not failed:
         if picked.chosen is None and picked.answer is not Answer.FRESH:
@@ -170,19 +168,14 @@ def _newest(selection: Selection, failed: Sequence[PassedOver]) -> tuple[Pick, O
     return replace(picked, answer=Answer.FELL_BACK, passed_over=passed_over), opened
 
 
-def _first_level(selection: Selection) -> Level | None:
-    """The level of rank 0's own inspection; level `content` follows, shared by all ranks."""
-    return None if selection.shares_content else selection.policy.level
-
-
 def _named(
     target: str, selection: Selection, failed: Sequence[PassedOver]
 ) -> tuple[Pick, OpenStep | None]:
-    level = _first_level(selection) or Level.STRUCTURE
-    with open_target(target, selection.requirements, selection.storage) as found:
-        report = found.inspect(
-            selection.requirements, level, seal_bytes=selection.seal_bytes_at_first
-        ).report
+    requirements = selection.requirements
+    level, seal_bytes = selection.first_look
+    with open_target(target, requirements, selection.storage) as found:
+        level = level or Level.STRUCTURE
+        report = found.inspect(requirements, level, seal_bytes=seal_bytes).report
     if refusal(report, selection.policy) is not None:
         faults = report.with_severity(Severity.FAULT)
         why = faults[0].message if faults else "a requested condition does not hold"
