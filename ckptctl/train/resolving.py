@@ -68,7 +68,7 @@ class Selection:
         return self.requirements.reads_every_byte(self.policy.level)
 
     @property
-    def first_look(self) -> tuple[Level | None, SealBytes | None]:
+    def first_inspection(self) -> tuple[Level | None, SealBytes | None]:
         """The level of rank 0's own inspection, before the shared one; what a seal means for it."""
         return (None, SealBytes.LATER) if self.shares_content else (self.policy.level, None)
 
@@ -150,7 +150,7 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
 
 def _newest(selection: Selection, failed: Sequence[PassedOver]) -> tuple[Pick, OpenStep | None]:
     skip = {over.step for over in failed if over.step is not None}
-    level, seal_bytes = selection.first_look
+    level, seal_bytes = selection.first_inspection
     policy = replace(selection.policy, level=level, skip={*selection.policy.skip, *skip})
     requirements, storage = selection.requirements, selection.storage
     picked, opened = pick_step(selection.roots, policy, requirements, storage, seal_bytes)
@@ -172,7 +172,7 @@ def _named(
     target: str, selection: Selection, failed: Sequence[PassedOver]
 ) -> tuple[Pick, OpenStep | None]:
     requirements = selection.requirements
-    level, seal_bytes = selection.first_look
+    level, seal_bytes = selection.first_inspection
     with open_target(target, requirements, selection.storage) as found:
         level = level or Level.STRUCTURE
         report = found.inspect(requirements, level, seal_bytes=seal_bytes).report
