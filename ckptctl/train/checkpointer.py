@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
-from ckptctl.distributed.process_group import ProcessGroup, make_group
+from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import CkptctlError, StorageError, UsageError
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.formats.own.contract import terms_of
@@ -247,14 +247,7 @@ class Checkpointer:
         if a value that a step holds once differs between ranks, `RanksLost`; older steps are never
         changed. A replay saves nothing, and raises `UsageError` after its last step.
         """
-        counts = self._counts(step, loss, tokens, samples)
-        if self._replay is not None:
-            return self._not_saved(self._replay, counts.step)
-        with self._stalled():
-            self.flush()
-            save = self._next_save(counts.step, self._job.group)
-            self._run(save, self._state(counts), counts)
-            return save.url
+        return self._save(step, loss, tokens, samples, later=False)
 
     def save_async(
         self,
@@ -272,15 +265,7 @@ class Checkpointer:
         saves nothing itself. The step is complete and sealed once `flush` has
         returned. Costs one copy of this rank's state in memory, which the next save reuses.
         """
-        counts = self._counts(step, loss, tokens, samples)
-        if self._replay is not None:
-            return self._not_saved(self._replay, counts.step)
-        with self._stalled():
-            self.flush()
-            save = self._next_save(counts.step, self._later)
-            taken = self._state(counts, self._stager.staged)
-            self._flight = self._pool.submit(self._run_later, save, taken, counts)
-            return save.url
+        return self._save(step, loss, tokens, samples, later=True)
 
     def flush(self) -> None:
         """Wait for the save in flight, and raise its error.
@@ -296,12 +281,12 @@ class Checkpointer:
             if self._retention is not None:
                 self._retention.wait()
 
-    def _counts(self, *given: Any) -> Counts:
-        """The numbers of a save; an error of one rank is one of all."""
+    def _save(self, *numbers: Any, later: bool) -> str:
+        job = self._job
 
         def checked() -> Counts:
-            counts = Counts.of(*given)
-            name = self._job.options.step_format.format(counts.step)
+            counts = Counts.of(*numbers)
+            name = job.options.step_format.format(counts.step)
             named = step_name(name)
             if named is None or named.number != counts.step:
                 raise UsageError(
@@ -310,7 +295,26 @@ class Checkpointer:
                 )
             return counts
 
-        return self._job.group.on_all(checked)
+        counts = job.group.on_all(checked)  # an error of one rank is one of all
+        if self._replay is not None:
+            return self._not_saved(self._replay, counts.step)
+        with self._stalled():
+            self.flush()
+            attempt, requirements = self._begun(), job.selection.requirements
+            if self._closed:
+                raise UsageError(f"step {counts.step} cannot be saved: close was called before")
+            if job.group.is_first and counts.step > attempt.saved:
+                attempt.record(SavingLine(step=counts.step))
+            group = self._later if later else job.group
+            save = StepSave(
+                self._save_store, group, counts.step, attempt, job.options, requirements
+            )
+            taken = self._state(counts, self._stager.staged if later else None)
+            if later:
+                self._flight = self._pool.submit(self._run_later, save, taken, counts)
+            else:
+                self._run(save, taken, counts)
+            return save.url
 
     def _not_saved(self, replay: Start, step: int) -> str:
         if replay.last is not None and step > replay.last:
@@ -334,18 +338,8 @@ class Checkpointer:
             raise UsageError("call resume() first, also for a fresh run")
         return self._attempt
 
-    def _next_save(self, step: int, group: ProcessGroup) -> StepSave:
-        attempt, job = self._begun(), self._job
-        if self._closed:
-            raise UsageError(f"step {step} cannot be saved: close was called before")
-        if job.group.is_first and step > attempt.saved:
-            attempt.record(SavingLine(step=step))
-        return StepSave(
-            self._save_store, group, step, attempt, job.options, job.selection.requirements
-        )
-
     def _state(
-        self, counts: Counts, staged: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self, counts: Counts, staged: Callable[[dict[str, Any]], dict[str, Any]] | None
     ) -> StateToSave:
         """What is saved as `step`, compared over the ranks, and its state as `staged` returns it.
 
