@@ -18,7 +18,7 @@ import hashlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -325,47 +325,43 @@ def check_readable(state: Mapping[str, Any]) -> None:
 
 
 def _check_value(name: str, value: Any) -> None:
+    from ckptctl.train.safe_values import safe_copy
+
+    instead = "; use plain values and tensors"
+    _check_loads(name, value, lambda data: safe_copy(data, name), "", instead)
+
+
+def _check_tensor(fqn: str, tensor: Any) -> None:
+    import torch
+
+    from ckptctl.formats.archive.directory import parse_record
+    from ckptctl.records.opening import tensor_in
+
+    check_has_memory(fqn, tensor)
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.layout is not torch.strided:
+        form = f" of layout {tensor.layout}"
+        instead = ": use a plain tensor, or register it with persistent=False"
+        _check_loads(fqn, tensor, lambda data: tensor_in(*parse_record(data)), form, instead)
+
+
+def _check_loads(
+    name: str, value: Any, load: Callable[[bytes], object], form: str, instead: str
+) -> None:
+    """Raise `UsageError` for what can be saved, and what `load` refuses as `Reader` would."""
     import io
 
     import torch
-
-    from ckptctl.train.safe_values import safe_copy
 
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        safe_copy(buffer.getvalue(), name)
+        load(buffer.getvalue())
     except Exception as error:
         why = (str(error).splitlines() or [""])[0].partition(", so it was not loaded")[0]
         raise UsageError(
-            f"{name} is a {type(value).__name__}, which can be saved but not loaded "
-            f"({why[:160]}); use plain values and tensors"
-        ) from error
-
-
-def _check_tensor(fqn: str, tensor: Any) -> None:
-    """Raise `UsageError` where `Reader` would refuse the record that DCP writes of a tensor."""
-    import io
-
-    import torch
-
-    from ckptctl.formats.archive.directory import parse_record
-    from ckptctl.records.opening import Unfit, tensor_in
-
-    check_has_memory(fqn, tensor)
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if plain and tensor.layout is torch.strided:
-        return
-    buffer = io.BytesIO()
-    try:
-        torch.save(tensor, buffer)
-        tensor_in(*parse_record(buffer.getvalue()))
-    except Exception as error:
-        why = error.message if isinstance(error, Unfit) else str(error).splitlines()[0]
-        raise UsageError(
-            f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can be "
-            f"saved but not loaded ({why[:160]}): use a plain tensor, or register it with "
-            "persistent=False"
+            f"{name} is a {type(value).__name__}{form}, which can be saved but not loaded "
+            f"({why[:160]}){instead}"
         ) from error
 
 
