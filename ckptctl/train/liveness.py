@@ -27,15 +27,10 @@ _SIDE = 256
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The result of checking one GPU: `fault` as text, None for a healthy GPU.
-
-    `free` and `total` are bytes of its memory, None if they could not be read.
-    """
+    """The result of checking one GPU: `fault` as text, None for a healthy GPU."""
 
     device: str
     fault: str | None
-    free: int | None = None
-    total: int | None = None
 
 
 class Liveness:
@@ -144,9 +139,8 @@ def _poll(device: torch.device) -> GpuReport:
         product = torch.ones(_SIDE, _SIDE, device=device) @ rows.expand(_SIDE, _SIDE).T
         expected = float(sum(number % 7 for number in range(_SIDE)))
         wrong = int((product != expected).sum().item())
-        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return GpuReport(str(device), f"failed: {first[:200]}")
     fault = f"computes wrongly: {wrong:,} of {_SIDE * _SIDE:,} numbers" if wrong else None
-    return GpuReport(str(device), fault, free, total)
+    return GpuReport(str(device), fault)
