@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.writing import WRITABLE
-from ckptctl.formatting import some_of
+from ckptctl.formatting import and_more
 from ckptctl.records.slices import row_major
 from ckptctl.storage.in_flight import act_in_flight
 from ckptctl.train.rank_names import Path, matches, name_by_rank, rank_in, short_name, unit_of
@@ -286,7 +286,7 @@ def _refusal(refused: Mapping[str, Mapping[int, _Exact]]) -> str:
     ranks: dict[object, list[int]] = {}
     for rank, exact in by_rank.items():
         ranks.setdefault(exact.value, []).append(rank)
-    between = " and ".join(map(some_of, list(ranks.values())[:2]))
+    between = " and ".join(f"{alike[0]}{and_more(alike)}" for alike in list(ranks.values())[:2])
     more = f"; so do {len(others)} more, such as {others[0]}" if others else ""
     unit = next(iter(by_rank.values())).unit
     kind, _, rest = name.partition(".")
