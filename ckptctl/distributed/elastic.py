@@ -3,8 +3,7 @@
 The supervisors of all nodes are members of one rendezvous of torch (`Members`), which numbers
 them, holds the store in which they exchange documents, and notices a member that is gone. Each
 attempt is one torchrun a node: `main` of this module, which is torch's own agent without
-restarts. It gets the number of its node from the supervisors, and ends with the exit code of a rank
-where torchrun ends with 1.
+restarts, and ends with the exit code of a rank where torchrun ends with 1.
 
 Source: torch 2.13, `torch/distributed/run.py`, `elastic/agent/server/api.py`,
 `elastic/rendezvous/dynamic_rendezvous.py`. Private are `_state_holder`, which has the members, and
@@ -151,17 +150,17 @@ def read_launch(arguments: Sequence[str]) -> Launch:
     return launch
 
 
+@dataclass(slots=True)
 class Round:
     """One meeting of the members: the number of this one among them, and the store they share.
 
     Every method raises `NoRendezvous` where the store does not answer in time.
     """
 
-    def __init__(self, members: Members, store: Store, rank: int, size: int) -> None:
-        self._members = members
-        self._store = store
-        self.rank = rank
-        self.size = size
+    _members: Members
+    _store: Store
+    rank: int
+    size: int
 
     def put(self, key: str, data: bytes) -> None:
         """Set a value for all members."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from zlib import crc32
 
-from ckptctl.formatting import counted, rfc3339, seconds_of
+from ckptctl.formatting import counted, rfc3339
 from ckptctl.model import Time
 
 NO_SCHEDULER = "none"
@@ -48,7 +48,10 @@ class NoRendezvous(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The job, the nodes and the rank of a process; null where no variable gives a value."""
+    """The job, the nodes and the rank of a process; null where no variable gives a value.
+
+    `node` is this machine, `local_` is among the processes on it.
+    """
 
     scheduler: str
     """`slurm`, `kubernetes` or `none`."""
@@ -56,11 +59,8 @@ class Cluster:
     """`torchrun` (and all that use its agent), `srun`, `mpirun`, `environment` (something else set
     `RANK` and `WORLD_SIZE`) or `none`."""
     node: str
-    """This machine."""
     job: str | None = None
-    """The scheduler's id of the job."""
     job_name: str | None = None
-    """Its name."""
     run_id: str | None = None
     """The id that torchrun was given."""
     requeues: int | None = None
@@ -70,31 +70,17 @@ class Cluster:
     max_restarts: int | None = None
     """How often the launcher does that at most."""
     rank: int | None = None
-    """The rank of this process."""
     world_size: int | None = None
-    """The processes of the job."""
     local_rank: int | None = None
-    """The rank of this process among those on this machine."""
     local_world_size: int | None = None
-    """The processes on this machine."""
     nodes: int | None = None
-    """The machines of the job."""
     node_rank: int | None = None
-    """The rank of this machine."""
     node_list: str | None = None
     """All machines, in the scheduler's own short form (`gpu-[007-009]`)."""
     pod: str | None = None
-    """The pod in Kubernetes."""
     gpus_per_node: int | None = None
     """What the scheduler granted on this machine."""
     ends_at: Time | None = None
-    """When the scheduler will end the job."""
-
-    @property
-    def ends_s(self) -> int | None:
-        """When the scheduler will end the job, in seconds since 1970."""
-        at_s = None if self.ends_at is None else seconds_of(self.ends_at)
-        return None if at_s is None else int(at_s)
 
     @property
     def restarted(self) -> bool:
@@ -137,7 +123,13 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
     Kubernetes 1.31, which sets no variable for restarts.
     """
     read = _Variables(os.environ if environment is None else environment)
-    scheduler = _scheduler(read)
+    scheduler, job = NO_SCHEDULER, None
+    if job_id := read.text("SLURM_JOB_ID"):
+        # SLURM inside pods (Slinky, SUNK) counts as SLURM: it starts and ends the job.
+        array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
+        scheduler, job = "slurm", f"{array}_{task}" if array and task else job_id
+    elif read.text("KUBERNETES_SERVICE_HOST"):
+        scheduler, job = "kubernetes", read.text("JOB_NAME", "JOBSET_NAME")
     launcher = _launcher(read)
     rank, world_size, local_rank, local_world_size = (
         read.number(*names) for names in _PLACES[launcher]
@@ -147,7 +139,7 @@ def cluster_context(environment: Mapping[str, str] | None = None) -> Cluster:
         scheduler=scheduler,
         launcher=launcher,
         node=read.text("SLURMD_NODENAME", "NODE_NAME") or os.uname().nodename,
-        job=_job(read, scheduler),
+        job=job,
         job_name=read.text("SLURM_JOB_NAME", "JOBSET_NAME") if scheduler != NO_SCHEDULER else None,
         run_id=read.text("TORCHELASTIC_RUN_ID"),
         requeues=read.number("SLURM_RESTART_COUNT"),
@@ -251,8 +243,9 @@ def _is_set_in_parent(name: str) -> bool:
 
 # Which variables count depends on the launcher: a batch script has SLURM's variables of the
 # whole job, and the processes of torchrun have those of the srun task that started the agent.
+_OF_TORCHRUN = (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
 _PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "torchrun": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "torchrun": _OF_TORCHRUN,
     "srun": (
         ("SLURM_PROCID",),
         ("SLURM_STEP_NUM_TASKS",),
@@ -265,7 +258,7 @@ _PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
         ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     ),
-    "environment": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "environment": _OF_TORCHRUN,
     NO_LAUNCHER: ((), (), (), ()),
 }
 """Of each launcher the variables of the rank, the world size, and of both on one machine."""
@@ -294,13 +287,6 @@ class _Variables:
         return (int(value) for value in values if _NUMBER.fullmatch(value))
 
 
-def _scheduler(read: _Variables) -> str:
-    # SLURM inside pods (Slinky, SUNK) counts as SLURM: it starts and ends the job.
-    if read.text("SLURM_JOB_ID"):
-        return "slurm"
-    return "kubernetes" if read.text("KUBERNETES_SERVICE_HOST") else NO_SCHEDULER
-
-
 def _launcher(read: _Variables) -> str:
     if read.text("TORCHELASTIC_RUN_ID"):
         return "torchrun"
@@ -312,13 +298,6 @@ def _launcher(read: _Variables) -> str:
         return "environment"
     # One task of srun is a job of one process, or an agent that starts others.
     return "srun" if read.number("SLURM_STEP_NUM_TASKS") == 1 else NO_LAUNCHER
-
-
-def _job(read: _Variables, scheduler: str) -> str | None:
-    if scheduler == "slurm":
-        array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
-        return f"{array}_{task}" if array and task else read.text("SLURM_JOB_ID")
-    return read.text("JOB_NAME", "JOBSET_NAME") if scheduler == "kubernetes" else None
 
 
 def is_node(name: str) -> bool:

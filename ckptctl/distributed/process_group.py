@@ -37,7 +37,7 @@ OnProgress = Callable[[int, int], None]
 COMMAND_TIMEOUT_S = 300.0
 """How long a process of a command waits for the slowest; a dead one is detected at once."""
 
-BACKEND = "gloo"
+_BACKEND = "gloo"
 """It needs no GPU, and detects a dead process by its closed connection."""
 
 _MEET_EVERY_S = 1.0
@@ -126,17 +126,12 @@ class ProcessGroup:
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        handle: dist.ProcessGroup | None = None,
-        backend: str = BACKEND,
+        self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None
     ) -> None:
         self.rank = rank
         self.size = size
         self.handle = handle
         self.host = os.uname().nodename
-        self._device = "cuda" if backend == "nccl" else "cpu"
         self._on_progress: OnProgress | None = None
         self._progress = (0, 0)
         self._next_meeting_s = 0.0
@@ -154,29 +149,21 @@ class ProcessGroup:
         import torch
         import torch.distributed as dist
 
-        own = self._as_tensor(pickle.dumps(value))
-        sizes = torch.empty(self.size, dtype=torch.int64, device=self._device)
-        size = torch.tensor([len(own)], device=self._device)
+        own = _as_tensor(pickle.dumps(value))
+        sizes = torch.empty(self.size, 1, dtype=torch.int64)
+        size = torch.tensor([len(own)])
         self._communicate(
-            lambda: dist.all_gather(
-                [*sizes.view(self.size, 1).unbind()], size, self.handle, async_op=True
-            )
+            lambda: dist.all_gather([*sizes.unbind()], size, self.handle, async_op=True)
         )
-        n_bytes = sizes.tolist()
+        n_bytes = sizes.flatten().tolist()
         most = max(n_bytes)
         padded = torch.nn.functional.pad(own, (0, most - len(own)))
-        found = torch.empty(self.size, most, dtype=torch.uint8, device=self._device)
+        found = torch.empty(self.size, most, dtype=torch.uint8)
         self._communicate(
             lambda: dist.all_gather([*found.unbind()], padded, self.handle, async_op=True),
             n_bytes=found.numel(),
         )
         return tuple(map(_unpacked, found.unbind(), n_bytes))
-
-    def _as_tensor(self, data: bytes) -> torch.Tensor:
-        import torch
-
-        # A bytearray, because torch warns of tensors over memory that must not be written to.
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
     def from_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; its result, or its error, on every rank."""
@@ -196,11 +183,11 @@ class ProcessGroup:
         import torch.distributed as dist
 
         if self.is_first:
-            data = self._as_tensor(pickle.dumps(value))
-        size = torch.tensor([len(data) if self.is_first else 0], device=self._device)
+            data = _as_tensor(pickle.dumps(value))
+        size = torch.tensor([len(data) if self.is_first else 0])
         self._communicate(lambda: dist.broadcast(size, 0, self.handle, async_op=True))
         if not self.is_first:
-            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            data = torch.empty(int(size), dtype=torch.uint8)
         self._communicate(
             lambda: dist.broadcast(data, 0, self.handle, async_op=True), n_bytes=len(data)
         )
@@ -233,27 +220,21 @@ class ProcessGroup:
         """
         sizes = self.gather(0 if data is None else len(data))
         source = sources[self.rank]
-        if source != self.rank:
-            return self._received(source, sizes[source]) if sizes[source] else None
-        others = [rank for rank, one in enumerate(sources) if one == source != rank]
-        if data and others:
-            self._send(data, others)
-        return data
-
-    def _send(self, data: bytes, ranks: Sequence[int]) -> None:
-        import torch.distributed as dist
-
-        sent = self._as_tensor(data)
-        for rank in ranks:
-            self._communicate(partial(dist.isend, sent, rank, self.handle), n_bytes=len(data))
-
-    def _received(self, source: int, n_bytes: int) -> bytes:
+        n_bytes = sizes[source]
+        others = [rank for rank, other in enumerate(sources) if other == self.rank != rank]
+        if not n_bytes or (source == self.rank and not others):
+            return data
         import torch
         import torch.distributed as dist
 
-        received = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+        if data and others:
+            sent = _as_tensor(data)
+            for rank in others:
+                self._communicate(partial(dist.isend, sent, rank, self.handle), n_bytes=n_bytes)
+            return data
+        received = torch.empty(n_bytes, dtype=torch.uint8)
         self._communicate(lambda: dist.irecv(received, source, self.handle), n_bytes=n_bytes)
-        return bytes(received.cpu().numpy().data)
+        return bytes(received.numpy().data)
 
     def most(self, *numbers: int) -> tuple[int, ...]:
         """The maximum of each number over all ranks: one small message, cheap at every step."""
@@ -269,7 +250,7 @@ class ProcessGroup:
         import torch
         import torch.distributed as dist
 
-        totals = torch.tensor(numbers, device=self._device)
+        totals = torch.tensor(numbers)
         reduction = getattr(dist.ReduceOp, operation)
         self._communicate(lambda: dist.all_reduce(totals, reduction, self.handle, async_op=True))
         return tuple(totals.tolist())
@@ -370,8 +351,15 @@ class ProcessGroup:
             raise ranks_lost(error) from error
 
 
+def _as_tensor(data: bytes) -> torch.Tensor:
+    import torch
+
+    # A bytearray, because torch warns of tensors over memory that must not be written to.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def _unpacked(data: torch.Tensor, n_bytes: int) -> Any:
-    return pickle.loads(data[:n_bytes].cpu().numpy().data)  # noqa: S301 - from a rank of this job
+    return pickle.loads(data[:n_bytes].numpy().data)  # noqa: S301 - from a rank of this job
 
 
 def _raise(error: CkptctlError) -> None:
@@ -420,13 +408,7 @@ def raise_interruption(failures: Mapping[int, Any], own_rank: int) -> None:
 
 
 @contextmanager
-def joined(
-    launched: LaunchedRank | None,
-    command: str = "",
-    *,
-    timeout_s: float = COMMAND_TIMEOUT_S,
-    backend: str = BACKEND,
-) -> Iterator[ProcessGroup]:
+def joined(launched: LaunchedRank | None, command: str = "") -> Iterator[ProcessGroup]:
     """The group of all processes that a launcher started for one command; all must call this.
 
     A port proves nothing about who else is there: the group has keys of its own in the store where
@@ -445,18 +427,24 @@ def joined(
             f"{launched.size} processes were started, which need torch to share the work",
             next_command="pip install 'ckptctl[torch]'",
         ) from error
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=COMMAND_TIMEOUT_S)
     _check_variables(launched)
     try:
         store = _own_store(launched, timeout)
         dist.init_process_group(
-            backend, store=store, rank=launched.rank, world_size=launched.size, timeout=timeout
+            _BACKEND, store=store, rank=launched.rank, world_size=launched.size, timeout=timeout
         )
     except RuntimeError as error:
         raise ranks_lost(error) from error
     try:
-        group = ProcessGroup(launched.rank, launched.size, None, backend)
-        _check_same(group, command)
+        group = ProcessGroup(launched.rank, launched.size)
+        (first_host, first), *others = group.gather((group.host, command))
+        for rank, (host, other) in enumerate(others, 1):
+            if other != first:
+                raise UsageError(
+                    f"rank {rank} on {host} runs `{other}`, and rank 0 on {first_host} `{first}`: "
+                    "processes that share the work must run the same command"
+                )
         yield group
     finally:
         with suppress(RuntimeError):
@@ -481,12 +469,20 @@ def _check_variables(launched: LaunchedRank) -> None:
 
 def _own_store(launched: LaunchedRank, timeout: timedelta) -> Store:
     """The keys of this group in the store where it meets, in which this is the only such rank."""
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     until_s = time.monotonic() + _BEFORE_S
     while True:
-        name = f"ckptctl/{launched.step}/{launched.size}"
-        store = PrefixStore(name, _store(launched, timeout))
+        shared: Store
+        if launched.address is None:  # torchrun names it in its variables
+            shared, _, _ = next(rendezvous("env://", launched.rank, launched.size, timeout=timeout))
+        else:
+            host, port = launched.address
+            is_first = launched.rank == 0
+            shared = TCPStore(host, port, None, is_first, timeout, wait_for_workers=False)
+        store = PrefixStore(f"ckptctl/{launched.step}/{launched.size}", shared)
         if store.add(f"rank/{launched.rank}", 1) == 1:
             return store
         # Where two commands follow each other in one step, the store of the first is about to end.
@@ -498,32 +494,7 @@ def _own_store(launched: LaunchedRank, timeout: timedelta) -> Store:
         time.sleep(_BEFORE_S / 20)
 
 
-def _store(launched: LaunchedRank, timeout: timedelta) -> Store:
-    """Where the processes meet: of torchrun what its variables name, under srun that of rank 0."""
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed.rendezvous import rendezvous
-
-    if launched.address is None:
-        store: Store
-        store, _, _ = next(rendezvous("env://", launched.rank, launched.size, timeout=timeout))
-        return store
-    host, port = launched.address
-    is_first = launched.rank == 0
-    return TCPStore(host, port, None, is_first, timeout, wait_for_workers=False)
-
-
-def _check_same(group: ProcessGroup, command: str) -> None:
-    for rank, (host, other) in enumerate(group.gather((group.host, command))):
-        if rank == 0:
-            first_host, first = host, other
-        elif other != first:
-            raise UsageError(
-                f"rank {rank} on {host} runs `{other}`, and rank 0 on {first_host} `{first}`: "
-                "processes that share the work must run the same command"
-            )
-
-
-def make_group(timeout_s: float = JOB_TIMEOUT_S, *, backend: str = BACKEND) -> ProcessGroup:
+def make_group(timeout_s: float = JOB_TIMEOUT_S) -> ProcessGroup:
     """A group of all ranks of the training job that this process belongs to.
 
     It is separate from the job's own process group: a collective that waits here does not
@@ -548,7 +519,7 @@ def make_group(timeout_s: float = JOB_TIMEOUT_S, *, backend: str = BACKEND) -> P
     if dist.get_world_size() == 1:
         return ProcessGroup()
     try:
-        handle = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+        handle = dist.new_group(backend=_BACKEND, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ranks_lost(error) from error
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), handle, backend)
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), handle)

@@ -1,7 +1,7 @@
 """Inspect the bytes of a step at level `content`.
 
 Each member of a record carries a CRC-32, which torch writes and never compares. One pass over the
-bytes of all parts compares them (`records.content_runs` reads), and the seal's digests where there
+bytes of all parts compares them (`records.verification` reads), and the seal's digests where there
 is a seal. A subset is chosen by bytes, in the order in which the records lie in the files, and is
 always the same for one step. `seals` detects correct bytes that belong to another step.
 """
@@ -24,11 +24,10 @@ from ckptctl.inspection.seals import check_sealed_bytes, comparable, proven
 from ckptctl.inspection.structure import SAYS, readable_ranges
 from ckptctl.model import FileInfo, Part, TensorEntry
 from ckptctl.records.byte_pass import BlockDigests, Limits, Run, StretchRun, read_runs
-from ckptctl.records.content_runs import record_runs
 from ckptctl.records.not_finite import FORMS, Form, Values
 from ckptctl.records.opening import ZSTD
 from ckptctl.records.ranges import Ranges
-from ckptctl.records.verification import NO_ZSTD, Checked
+from ckptctl.records.verification import NO_ZSTD, Checked, record_runs
 
 Choose = Callable[[Sequence[int]], Collection[int]]
 """Which of the things whose lengths in bytes are given, in order, are to be read; by place."""
@@ -132,7 +131,7 @@ class ContentCheck:
         )
 
     def report(self, number: int, checked: Checked) -> None:
-        """Take the result of a record; see `records.content_runs.Report`."""
+        """Take the result of a record; see `records.verification.Report`."""
         if checked.values is not None:
             self.outcome.add_values(self.ranges.owner(number).entry.fqn, checked.values)
         if checked.wrong is not None:

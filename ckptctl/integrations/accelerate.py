@@ -15,19 +15,15 @@ Source: accelerate 1.15 `accelerator.py`, `checkpointing.py`.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from accelerate import Accelerator
 
 from ckptctl.integrations.recorder import Recorder, RecordOptions, step_of
+from ckptctl.options import PickKeywords
 from ckptctl.selection.roots import ASIDE_FOLDER
 from ckptctl.storage.opening import join_url, open_store
 from ckptctl.train import resolve
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import PickKeywords
 
 __all__ = ["Checkpoints", "RecordOptions"]
 
@@ -90,7 +86,6 @@ class Checkpoints:
         self._recording().log(step, loss, **values)
 
     def close(self) -> None:
-        """Wait for the last seal, and close the log."""
         self._recording().close()
 
     def _recording(self) -> Recorder:

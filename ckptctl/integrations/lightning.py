@@ -9,18 +9,14 @@ Source: lightning 2.6 `trainer.py`, `subprocess_script.py`, `model_checkpoint.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ckptctl.errors import UsageError
 from ckptctl.integrations.recorder import Recorder, RecordOptions, step_of
+from ckptctl.options import PickKeywords
 from ckptctl.train import resolve as resolve_among_ranks
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import PickKeywords
 
 __all__ = ["CkptctlCallback", "RecordOptions", "resolve"]
 
@@ -109,7 +105,6 @@ class CkptctlCallback(Callback):
             self._recorder.wait()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seal the last save, and close the log."""
         self._seal_saved(trainer)
         if self._recorder is not None:
             self._recorder.close()

@@ -11,7 +11,8 @@ replaces two of its functions. Source: megatron-core 0.16 `dist_checkpointing/se
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
@@ -20,16 +21,10 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import PathNotFound
 from ckptctl.integrations.recorder import Sealer, step_of
+from ckptctl.options import PickKeywords
 from ckptctl.storage.opening import open_store
 from ckptctl.train import Reader, resolve
 from ckptctl.train.ledger import to_stderr
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from typing_extensions import Unpack
-
-    from ckptctl.options import PickKeywords
 
 __all__ = ["install", "resolve_iteration"]
 
@@ -52,7 +47,6 @@ def resolve_iteration(
 
 
 def _point(root: str, iteration: int) -> None:
-    """Let the tracker file name `iteration`."""
     with open_store(root) as store:
         try:
             found = store.read(_TRACKER, limit=100).decode(errors="replace").strip()

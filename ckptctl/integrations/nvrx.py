@@ -102,18 +102,15 @@ class ReportingRankMonitorClient(fault_tolerance.RankMonitorClient):
         self._open.clear()
 
     def send_heartbeat(self) -> None:
-        """Report that this rank makes progress."""
         heartbeat()
         super().send_heartbeat()
 
     def start_section(self, section: str) -> None:
-        """Report that a section begins."""
         super().start_section(section)
         self._open.append(section)
         self._report()
 
     def end_section(self, section: str) -> None:
-        """Report that a section has ended."""
         super().end_section(section)
         self._open.remove(section)
         if section in ("setup", "step"):
@@ -121,7 +118,6 @@ class ReportingRankMonitorClient(fault_tolerance.RankMonitorClient):
         self._report()
 
     def end_all_sections(self) -> None:
-        """Report that every section has ended."""
         super().end_all_sections()
         self._open.clear()
         self._report()

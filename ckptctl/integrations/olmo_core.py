@@ -11,18 +11,14 @@ Source: OLMo-core 3.0 `train/trainer.py`, `train/checkpoint.py`, `train/callback
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from olmo_core.train import LoadStrategy, Trainer
 from olmo_core.train.callbacks import Callback
 
 from ckptctl.integrations.recorder import Recorder, RecordOptions
+from ckptctl.options import PickKeywords
 from ckptctl.train import resolve
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import PickKeywords
 
 __all__ = ["CkptctlCallback", "RecordOptions", "resume"]
 
@@ -55,7 +51,6 @@ class CkptctlCallback(Callback):
     _saved = None
 
     def post_checkpoint_loaded(self, path: Any) -> None:
-        """Keep the step that the training goes on from."""
         self._resumed_from = self.step
 
     def pre_train(self) -> None:
@@ -87,7 +82,6 @@ class CkptctlCallback(Callback):
         self._seal_saved()
 
     def close(self) -> None:
-        """Seal the last save, and close the log; also after an error."""
         self._seal_saved()
         if self._recorder is not None:
             self._recorder.close()

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, Thread
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import make_group
@@ -27,8 +27,10 @@ from ckptctl.storage.shared_places import open_appended
 from ckptctl.storage.waiting import start_daemon
 from ckptctl.train.ledger import new_attempt, put_report, report_of, to_stderr
 
-LOG = "train.jsonl"
+_LOG = "train.jsonl"
 """The log in the root, where the caller names no other."""
+
+T = TypeVar("T")
 
 
 class LossDiscontinuous(CkptctlError, exit_code=30):
@@ -103,12 +105,13 @@ def step_of(path: str | None) -> int | None:
     return None if named is None else named.number
 
 
-def reported(failed: str, act: Callable[[], None]) -> None:
+def reported(failed: str, act: Callable[[], T]) -> T | None:
     """Call `act`; what fails for the storage is reported, and the training continues."""
     try:
-        act()
+        return act()
     except (CkptctlError, OSError) as error:
         to_stderr(f"warning: {failed}: {error}")
+        return None
 
 
 class Recorder(Sealer):
@@ -125,7 +128,7 @@ class Recorder(Sealer):
         self._root = root
         self._options = options
         self._resumed_from = resumed_from or None
-        self._log_path = options.log or join_url(root, LOG)
+        self._log_path = options.log or join_url(root, _LOG)
         self._attempt = new_attempt()
         self._n_rows = 0
         self._file: TextIO | None = None
@@ -142,29 +145,21 @@ class Recorder(Sealer):
     def write(self, step: int, loss: float, **values: float | None) -> None:
         """Write the loss of `step` in full precision; not a collective."""
         if self._file is not None:
-            row = {"time": utc_now(), "attempt": self._attempt, "step": step, "loss": loss}
-            row |= {name: value for name, value in values.items() if value is not None}
-            # JSON has no NaN; `loss` reads the word.
-            finite = {
-                name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in row.items()
-            }
-            reported("the loss was not logged", lambda: self._write(finite))
+            row = {"time": utc_now(), "attempt": self._attempt, "step": step}
+            for name, value in {"loss": loss, **values}.items():
+                if value is not None:
+                    # JSON has no NaN; `loss` reads the word.
+                    is_finite = not isinstance(value, float) or math.isfinite(value)
+                    row[name] = value if is_finite else str(value)
+            reported("the loss was not logged", lambda: self._write(row))
 
     def check(self) -> None:
         """Print the verdict about the resume, on rank 0; raises `LossDiscontinuous`, see `stop`."""
-
-        def verdict() -> LossReport | None:
-            found: list[LossReport] = []
-            reported("the loss was not checked", lambda: found.append(self._checked()))
-            return found[0] if found else None
-
         if self._resumed_from is None:
             return
-        report = self._group.from_first(verdict)
-        if report is None or report.verdict is not LossVerdict.DISCONTINUOUS:
-            return
-        if self._options.stop:
+        report = self._group.from_first(lambda: reported("the loss was not checked", self._checked))
+        is_wrong = report is not None and report.verdict is LossVerdict.DISCONTINUOUS
+        if report is not None and is_wrong and self._options.stop:
             raise LossDiscontinuous(report.message, next_command=report.next_command)
 
     def saved(self, path: str) -> None:
@@ -173,7 +168,6 @@ class Recorder(Sealer):
             super().saved(path)
 
     def close(self) -> None:
-        """Wait for the seal of the last save, and close the log."""
         self.wait()
         if self._file is not None:
             self._file.close()

@@ -73,6 +73,5 @@ class CkptctlCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Wait for the last seal, and close the log."""
         if self._recorder is not None:
             self._recorder.close()

@@ -43,7 +43,6 @@ class VerifiedCheckpointHandler(CheckpointHandler):
         self._sealer.saved(os.path.join(self.default_local_dir, f"global_step_{step}"))
 
     def close(self) -> None:
-        """Wait for the last seal."""
         self._sealer.wait()
 
     def _find_latest_checkpoint(self) -> str | None:

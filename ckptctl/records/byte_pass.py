@@ -2,9 +2,7 @@
 
 Runs of bytes are assigned whole, the largest first, and their bytes are passed in pieces to
 their consumers. On file systems each thread reads into its own buffer; on an object store
-several requests are in flight, and one thread consumes what arrives. The pass does not
-interpret the bytes. A `DigestRun` digests bytes that nothing else reads, or wraps a run that
-reads them for another reason, so that they are read once.
+several requests are in flight, and one thread consumes what arrives.
 
 `mmap` is not used: a file that is truncated while mapped would end the process.
 """
@@ -76,17 +74,10 @@ class Piece:
 
 
 class Run(Protocol):
-    """Bytes of one file that one thread reads in order; `path` is that in the store."""
+    """`n_bytes` bytes of one file that one thread reads in order; `path` is that in the store."""
 
-    @property
-    def path(self) -> str:
-        """The path of the file, relative to the store's root."""
-        ...
-
-    @property
-    def n_bytes(self) -> int:
-        """The number of bytes to read."""
-        ...
+    path: str
+    n_bytes: int
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         """What to read, in order, by at most `limit` bytes; asked for before earlier ones come.
@@ -118,19 +109,19 @@ class Stop:
         self.asked = True
 
 
+@dataclass(slots=True)
 class ReadThrottle:
     """Keeps reads below a number of bytes per second, over all threads and passes that use it."""
 
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_s = 0.0
+    bytes_per_s: int
+    _free_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self, n_bytes: int) -> None:
         """Wait until `n_bytes` that were read have taken their time."""
         with self._lock:
             now_s = time.monotonic()
-            self._free_s = max(self._free_s, now_s) + n_bytes / self._bytes_per_s
+            self._free_s = max(self._free_s, now_s) + n_bytes / self.bytes_per_s
             wait_s = self._free_s - now_s
         time.sleep(wait_s)
 
@@ -151,8 +142,6 @@ class Limits:
 
 @dataclass(slots=True)
 class _Board:
-    """State that the threads of a pass share."""
-
     limits: Limits
     waiting: SimpleQueue[Run] = field(default_factory=SimpleQueue)
     n_read: list[int] = field(default_factory=list)
@@ -284,7 +273,6 @@ class OpenFiles(Closing):
         )
 
     def close(self) -> None:
-        """Close the files."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -339,29 +327,23 @@ class DigestRun:
         beside: Checksumming | None = None,
     ) -> None:
         self.stretch = stretch
+        self.path = stretch.path
+        self.n_bytes = stretch.length
         self.beside = beside
         self._around = around
         self._digester = Digester(algorithm)
         self._n_taken = 0
 
     @property
-    def path(self) -> str:
-        return self.stretch.path
-
-    @property
-    def n_bytes(self) -> int:
-        return self.stretch.length
-
-    @property
     def digests(self) -> Digests | None:
         """The digest of the bytes; None if the pass ended before all were read."""
-        return self._digester.digests() if self._n_taken == self.stretch.length else None
+        return self._digester.digests() if self._n_taken == self.n_bytes else None
 
     def pieces(self, limit: int) -> Iterator[Piece]:
         if self._around is not None:
             yield from self._around.pieces(limit)
             return
-        yield from _in_order(self.stretch.start, self.stretch.length, limit)
+        yield from _in_order(self.stretch.start, self.n_bytes, limit)
 
     def take(self, piece: Piece, data: memoryview) -> None:
         if self._around is not None:
@@ -374,12 +356,9 @@ class DigestRun:
 
 
 class StretchRun(Run, Protocol):
-    """A run that reads records, starting at `start` of its file."""
+    """A run that reads records, starting at byte `start` of its file."""
 
-    @property
-    def start(self) -> int:
-        """Offset of its first byte."""
-        ...
+    start: int
 
 
 class BlockDigests:
@@ -398,16 +377,18 @@ class BlockDigests:
         """The runs to read: `others`, wrapped to digest the blocks they cover, and the rest."""
         by_stretch = {Stretch(run.path, run.start, run.n_bytes): run for run in others}
         for path, size in self._sizes.items():
+            blocks = [
+                Stretch(self._prefix + path, start, min(BLOCK_BYTES, size - start))
+                for start in range(0, max(1, size), BLOCK_BYTES)
+            ]
             self._runs[path] = [
-                DigestRun(block, self._algorithm, by_stretch.pop(block, None))
-                for block in _blocks(self._prefix + path, size)
+                DigestRun(block, self._algorithm, by_stretch.pop(block, None)) for block in blocks
             ]
         own: list[Run] = [run for runs in self._runs.values() for run in runs]
         return [*own, *by_stretch.values()]
 
     @property
     def whole(self) -> bool:
-        """Whether everything was read."""
         return all(digest is not None for found in self.found.values() for digest in found)
 
     @property
@@ -420,22 +401,17 @@ class BlockDigests:
         }
 
 
-def _blocks(path: str, size: int) -> Iterator[Stretch]:
-    for start in range(0, max(1, size), BLOCK_BYTES):
-        yield Stretch(path, start, min(BLOCK_BYTES, size - start))
-
-
+@dataclass(slots=True)
 class CrcRun:
     """Computes the `crc` of `n_bytes` bytes of a file; see `byte_pass.Run`."""
 
-    def __init__(self, path: str, start: int, n_bytes: int) -> None:
-        self.path = path
-        self.n_bytes = n_bytes
-        self.crc = 0
-        self._start = start
+    path: str
+    start: int
+    n_bytes: int
+    crc: int = 0
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        return _in_order(self._start, self.n_bytes, limit)
+        return _in_order(self.start, self.n_bytes, limit)
 
     def take(self, piece: Piece, data: memoryview) -> None:  # noqa: ARG002 - in order
         self.crc = crc32(data, self.crc)

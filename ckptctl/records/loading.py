@@ -25,7 +25,6 @@ from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import inside
 from ckptctl.model import BytesEntry, TensorEntry
 from ckptctl.records.byte_pass import Limits, OpenFiles, Piece, Run, read_runs
-from ckptctl.records.elements import RUN_BYTES, ElementSink, StridedSink, element_runs
 from ckptctl.records.opening import (
     Expected,
     Need,
@@ -37,11 +36,15 @@ from ckptctl.records.opening import (
 )
 from ckptctl.records.reads import ReadCost, RecordSource, open_records
 from ckptctl.records.slices import (
+    RUN_BYTES,
     Dims,
+    ElementSink,
     Strided,
+    StridedSink,
     TensorSlice,
     copy_strided,
     dense_order,
+    element_runs,
     is_contiguous,
     row_major,
 )
@@ -63,10 +66,6 @@ class Reach:
     short: int
     longest: int
     skip: int
-
-    def within(self, n_bytes: int) -> Reach:
-        """The same with reads of at most `n_bytes`."""
-        return replace(self, short=min(self.short, n_bytes), longest=min(self.longest, n_bytes))
 
 
 REACH = {
@@ -144,12 +143,9 @@ def fills_storage(stub: TensorStub) -> bool:
 
 
 class Target(Protocol):
-    """Where one slice of a tensor goes."""
+    """Where a slice of a tensor goes: `elements`, in the dimensions of the one in the record."""
 
-    @property
-    def elements(self) -> TensorSlice:
-        """The slice, in the dimensions of the tensor in the record."""
-        ...
+    elements: TensorSlice
 
     def memory_for(self, stub: TensorStub) -> memoryview | None:
         """Memory for the elements as a row-major record of this tensor holds them, or None."""
@@ -168,7 +164,8 @@ class Target(Protocol):
         ...
 
 
-class MemoryTarget(NamedTuple):
+@dataclass(slots=True)
+class MemoryTarget:
     """A slice of a tensor that goes to `there`; see `Target`.
 
     The signs of a record (a conjugated view) are not applied.
@@ -180,18 +177,15 @@ class MemoryTarget(NamedTuple):
 
     @property
     def run(self) -> memoryview | None:
-        """The bytes of the slice, if they follow one another in row-major order."""
         (sizes, (buffer, first, strides)) = self.elements.sizes, self.there
         if not is_contiguous(sizes, strides, self.item_bytes):
             return None
         return buffer[first : first + prod(sizes) * self.item_bytes]
 
     def memory_for(self, stub: TensorStub) -> memoryview | None:  # noqa: ARG002
-        """See `Target.memory_for`."""
         return self.run
 
     def copy(self, record: TensorRecord) -> None:
-        """See `Target.copy`."""
         stub, item_bytes = record.stub, self.item_bytes
         strides = tuple(stride * item_bytes for stride in stub.strides)
         source = Strided(record.elements or _NO_BYTES, stub.storage_offset * item_bytes, strides)
@@ -199,7 +193,6 @@ class MemoryTarget(NamedTuple):
         copy_strided(self.there, there, self.elements.sizes, item_bytes)
 
     def sink(self, record: TensorRecord) -> StridedSink:
-        """See `Target.sink`."""
         order, there = record.order or (), self.there
         return StridedSink(
             tuple(record.stub.shape[dim] for dim in order),
@@ -209,7 +202,7 @@ class MemoryTarget(NamedTuple):
         )
 
     def finish(self) -> None:
-        """See `Target.finish`."""
+        pass
 
 
 _NO_BYTES = memoryview(b"")
@@ -281,9 +274,11 @@ class SliceLoads:
         self._most_waiting = most_waiting
         self._repeated = repeated
         self._templates = Templates() if repeated is None else repeated.templates
-        self._reach = REACH[source.store.kind]
+        self._reach = reach = REACH[source.store.kind]
         if repeated is not None:
-            self._reach = self._reach.within(repeated.files.n_bytes)
+            n_bytes = repeated.files.n_bytes
+            short, longest = min(reach.short, n_bytes), min(reach.longest, n_bytes)
+            self._reach = replace(reach, short=short, longest=longest)
         self._held: TensorRecord | None = None
         self._waiting: list[Target] = []
         self._n_waiting = 0
@@ -397,8 +392,7 @@ class SliceLoads:
         stub, (target,) = template.opened.stub, targets
         if stub is None or stub.signs or max(template.start, template.n_rest) > _MAX_FRAME:
             return False
-        in_order = dense_order(stub.shape, stub.strides) == tuple(range(len(stub.shape)))
-        if not in_order or not fills_storage(stub):
+        if not is_row_major(stub) or not fills_storage(stub):
             return False
         memory, first, wanted = target.memory_for(stub), template.start, target.elements
         if memory and wanted.sizes:
@@ -598,7 +592,6 @@ class _Neighbour(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte of the file after the record."""
         return self.start + self.template.end + self.template.n_rest
 
     @property
@@ -611,15 +604,6 @@ class _Neighbour(NamedTuple):
 
 _Check = Callable[[_Neighbour, memoryview], None]
 _Done = Callable[[int, int | None], object]
-
-
-class _RecordBytes(NamedTuple):
-    """Bytes of a record from byte `start` of the file on; `memory` is None if they are not kept."""
-
-    check: _Check
-    start: int
-    n_bytes: int
-    memory: memoryview | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,7 +681,6 @@ class _NeighbourRun:
         self._crc = 0
 
     def pieces(self, limit: int) -> Iterator[Piece]:
-        """See `byte_pass.Run`; `limit` is at least `_MAX_FRAME`."""
         n_aside = sum(self._n_aside(record) + self._skip for record in self._records)
         buffer = memoryview(bytearray(min(limit, n_aside)))
         call = _ReadCall(self._records[0].start, buffer, limit)
@@ -723,27 +706,25 @@ class _NeighbourRun:
             return others
         return min(others, record.template.start + record.template.n_rest + 2 * self._skip)
 
-    def _parts(self, record: _Neighbour) -> Iterator[_RecordBytes]:
+    def _parts(self, record: _Neighbour) -> Iterator[tuple[_Check, int, int, memoryview | None]]:
+        """The check, the first byte in the file, the length and the memory of each part to read."""
         _, start, template, first, memory = record
-        n_before, n_wanted = first - template.start, len(memory)
-        yield _RecordBytes(self._check_head, start, template.start)
-        if not record.n_proven:
-            yield _RecordBytes(_not_checked, start + first, n_wanted, memory)
-        else:
-            after = first + n_wanted
-            if n_before:
-                yield _RecordBytes(self._check_elements, start + template.start, n_before)
-            yield _RecordBytes(self._check_elements, start + first, n_wanted, memory)
-            if after < template.end:
-                yield _RecordBytes(self._check_elements, start + after, template.end - after)
-        yield _RecordBytes(self._check_rest, start + template.end, template.n_rest)
+        after = first + len(memory)
+        yield self._check_head, start, template.start, None
+        if record.n_proven and first > template.start:
+            yield self._check_elements, start + template.start, first - template.start, None
+        yield self._check_elements, start + first, len(memory), memory
+        if record.n_proven and after < template.end:
+            yield self._check_elements, start + after, template.end - after, None
+        yield self._check_rest, start + template.end, template.n_rest, None
 
     def _check_head(self, record: _Neighbour, part: memoryview) -> None:
         self._has_head = bytes(part) == record.template.head
         self._crc = 0
 
-    def _check_elements(self, record: _Neighbour, part: memoryview) -> None:  # noqa: ARG002
-        self._crc = crc32(part, self._crc)
+    def _check_elements(self, record: _Neighbour, part: memoryview) -> None:
+        if record.n_proven:  # else the other elements of a long record are not read
+            self._crc = crc32(part, self._crc)
 
     def _check_rest(self, record: _Neighbour, part: memoryview) -> None:
         checksums = record.template.checksums(part, 0)
@@ -751,10 +732,6 @@ class _NeighbourRun:
         if record.n_proven and self._crc != saved:
             saved = None
         self._done(record.number, saved)
-
-
-def _not_checked(record: _Neighbour, part: memoryview) -> None:
-    """A slice of a long record: its other elements are not read."""
 
 
 def _neighbour_runs(

@@ -10,7 +10,7 @@ Source of the float8 forms: OCP 8-bit floating point, and torch 2.13 `c10/util/F
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 MAX_COUNTED = 10_000
@@ -86,7 +86,6 @@ class Values:
 
     @property
     def finite(self) -> bool:
-        """Whether none of them is NaN or infinite."""
         return not (self.n_nan or self.n_infinite)
 
 
@@ -97,55 +96,33 @@ class FiniteScan:
     after the last one are left over, for the caller that has the adjacent bytes.
     """
 
-    __slots__ = (
-        "_form",
-        "_is_zero",
-        "_lead",
-        "_n_infinite",
-        "_n_lead",
-        "_n_nan",
-        "_n_negative",
-        "_n_values",
-        "_rest",
-    )
-
     def __init__(self, form: Form, at: int = 0) -> None:
         self._form = form
         self._n_lead = -at % form.size
-        self._lead = b""
-        self._rest = b""
+        self.lead = b""
+        """The bytes before the first whole value."""
+        self.rest = b""
+        """Those after the last."""
         self._n_values = self._n_nan = self._n_infinite = self._n_negative = 0
         self._is_zero = True
 
     @property
     def values(self) -> Values:
         """The result for the whole values so far."""
-        full = self._n_nan + self._n_infinite >= MAX_COUNTED
-        return Values(
-            self._n_values,
-            self._n_nan,
-            self._n_infinite,
-            full,
-            self._n_negative,
-            self._is_zero,
-        )
-
-    @property
-    def left_over(self) -> tuple[bytes, bytes]:
-        """The bytes before the first whole value, and after the last."""
-        return self._lead, self._rest
+        n_nan, n_infinite = self._n_nan, self._n_infinite
+        more = n_nan + n_infinite >= MAX_COUNTED
+        return Values(self._n_values, n_nan, n_infinite, more, self._n_negative, self._is_zero)
 
     def take(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
-        if len(self._lead) < self._n_lead:
-            n = self._n_lead - len(self._lead)
-            self._lead += bytes(data[:n])
+        if len(self.lead) < self._n_lead:
+            n = self._n_lead - len(self.lead)
+            self.lead += bytes(data[:n])
             data = data[n:]
         # Slicing with a step is ten times as fast on bytes as on a view.
-        piece = b"".join((self._rest, data))
+        piece = b"".join((self.rest, data))
         size = self._form.size
         n_whole = len(piece) // size * size
-        self._rest = piece[n_whole:]
+        self.rest = piece[n_whole:]
         self._n_values += n_whole // size
         high = piece[size - 1 : n_whole : size]
         form = self._form
@@ -159,14 +136,19 @@ class FiniteScan:
         if form.signs:
             self._count_negative(piece, high)
 
+    def _those_of(self, high: bytes, pattern: bytes, piece: bytes) -> Iterator[int]:
+        """The values in a piece whose highest byte, one of `high`, matches a pattern."""
+        size = self._form.size
+        for match in re.finditer(pattern, high):
+            at = match.start() * size
+            yield int.from_bytes(piece[at : at + size], "little")
+
     def _count_negative(self, piece: bytes, high: bytes) -> None:
         form = self._form
         sign = 0x80 << (8 * form.size - 8)
-        for found in re.finditer(b"[\x80-\xff]", high):
+        for value in self._those_of(high, b"[\x80-\xff]", piece):
             if self._n_negative >= MAX_COUNTED:
                 return
-            at = found.start() * form.size
-            value = int.from_bytes(piece[at : at + form.size], "little")
             if form.exponent:
                 is_nan = value & form.exponent == form.exponent and value & form.mantissa
             else:
@@ -175,11 +157,9 @@ class FiniteScan:
 
     def _count(self, piece: bytes, high: bytes) -> None:
         form = self._form
-        for found in re.finditer(b"[" + re.escape(form.high) + b"]", high):
+        for value in self._those_of(high, b"[" + re.escape(form.high) + b"]", piece):
             if self._n_nan + self._n_infinite >= MAX_COUNTED:
                 return
-            at = found.start() * form.size
-            value = int.from_bytes(piece[at : at + form.size], "little")
             if value & form.exponent != form.exponent:
                 continue
             if form.exponent and not value & form.mantissa:
@@ -195,6 +175,6 @@ def joined(form: Form, scans: Iterable[FiniteScan]) -> Values:
     between = FiniteScan(form)
     for scan in scans:
         total += scan.values
-        for piece in scan.left_over:
+        for piece in (scan.lead, scan.rest):
             between.take(piece)
     return total + between.values

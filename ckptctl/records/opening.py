@@ -1,19 +1,15 @@
 """Open a record: decompress it, check its frame, and find the tensor or the pickle in it.
 
 The first and the last bytes of a record are enough. `open_record` returns the result or
-requests more bytes; every caller that needs a record (inspection, `Reader`, reshard,
-convert, diff, the comparison with the step before) opens it here. `verification` checks
-whether the elements are those that were saved.
+requests more bytes; `verification` checks whether the elements are those that were saved.
 
 One version of torch writes the records of all chunks of one dtype and shape with the same bytes,
 except the elements, their CRC-32 (behind them and in the directory), and the text
-`.data/serialization_id` with its CRC-32. A record whose other bytes equal those of a record that
-`open_record` accepted has the same directory and the same pickle. If its checksums agree as well,
-`open_record` would accept it: `Templates` opens it without parsing.
+`.data/serialization_id` with its CRC-32. A record whose other bytes equal those of one that
+`open_record` accepted, and whose checksums agree, is opened by `Templates` without parsing.
 
-Compressed records are decompressed within a fixed memory limit, as a few bytes of zstd can
-expand to gigabytes. Output is passed on in pieces and never kept; input is fed in slices so
-short that none expands to more than about 32 MiB; a stream that exceeds its limit is refused.
+A few bytes of zstd can expand to gigabytes: output is passed on in pieces, and input is fed in
+slices so short that none expands to more than about 32 MiB.
 """
 
 from __future__ import annotations
@@ -117,7 +113,6 @@ class Expected(NamedTuple):
 
     @classmethod
     def chunk(cls, tensor: TensorEntry, number: int) -> Expected:
-        """Chunk `number` of a tensor."""
         return cls(tensor.dtype, tensor.chunks.sizes_of(number))
 
 
@@ -135,7 +130,6 @@ class OpenRecord:
 
     @property
     def elements(self) -> Member | None:
-        """The member that holds the elements of the tensor."""
         return None if self.stub is None else self.directory.find(f"data/{self.stub.storage_key}")
 
     @property
@@ -307,14 +301,11 @@ def require_zstd() -> None:
 
 def unpacked_limit(owner: Owner) -> int:
     """How many bytes a compressed record may expand to: its elements and their frame."""
-    if not isinstance(owner.entry, TensorEntry):
+    tensor = owner.entry
+    if not isinstance(tensor, TensorEntry):
         return MAX_ENTRY_BYTES
-    return tensor_limit(owner.entry.dtype, owner.entry.chunks.sizes_of(owner.chunk))
-
-
-def tensor_limit(dtype: str, sizes: Sequence[int]) -> int:
-    """How many bytes the record of a chunk of `sizes` elements may expand to."""
-    return DTYPE_SIZES.get(dtype, _WIDEST_ITEM) * prod(sizes) + FRAME_BYTES
+    item_bytes = DTYPE_SIZES.get(tensor.dtype, _WIDEST_ITEM)
+    return item_bytes * prod(tensor.chunks.sizes_of(owner.chunk)) + FRAME_BYTES
 
 
 def check_transforms(transforms: Sequence[str]) -> None:
@@ -475,7 +466,6 @@ class Templates:
         self._templates: dict[tuple[int, Expected], Template] = {}
 
     def get(self, length: int, expected: Expected) -> Template | None:
-        """The template of the records of this length, dtype and shape."""
         return self._templates.get((length, expected))
 
     def open(

@@ -1,8 +1,7 @@
 """The byte ranges that the metadata of a part names, and their owners.
 
-One table in columns serves all checks: half a million ranges are common, and an object for
-each would cost more than reading the metadata. A range is a number here; `owner` returns
-the entry it belongs to.
+A range is a number in a table of columns: half a million ranges are common, and an object for
+each would cost more than reading the metadata.
 """
 
 from __future__ import annotations
@@ -59,7 +58,11 @@ class Ranges:
             for tensor in metadata.tensors.values():
                 self._add_tensor(tensor, known)
             for entry in metadata.bytes_entries.values():
-                self._add_bytes(entry)
+                self._begin(entry)
+                place = entry.byte_range
+                self.files.append(self._number(place.file) if place else NO_FILE)
+                self.starts.append(place.offset if place else 0)
+                self.lengths.append(place.length if place else 0)
         self.file_names = tuple(self._numbers)
 
     def __len__(self) -> int:
@@ -80,13 +83,6 @@ class Ranges:
         self.starts.extend(chunks.starts)
         self.lengths.extend(chunks.lengths)
 
-    def _add_bytes(self, entry: BytesEntry) -> None:
-        self._begin(entry)
-        found = entry.byte_range
-        self.files.append(self._number(found.file) if found else NO_FILE)
-        self.starts.append(found.offset if found else 0)
-        self.lengths.append(found.length if found else 0)
-
     def _begin(self, entry: TensorEntry | BytesEntry) -> None:
         self.entries.append(entry)
         self.first_range.append(len(self.starts))
@@ -95,12 +91,10 @@ class Ranges:
         return self._numbers.setdefault(file_name, len(self._numbers))
 
     def entry_number(self, number: int) -> int:
-        """The number of the entry that range `number` belongs to."""
         # Entries without ranges share the next entry's first index: take the last one.
         return bisect_right(self.first_range, number) - 1
 
     def owner(self, number: int) -> Owner:
-        """The owner of range `number`."""
         at = self.entry_number(number)
         return Owner(self.entries[at], number - self.first_range[at])
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from ckptctl.formats.archive.directory import View
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, PREFIX, SUFFIX
+from ckptctl.formatting import inside
 from ckptctl.model import FileInfo
 from ckptctl.records.opening import Need
 from ckptctl.records.ranges import Ranges
@@ -114,8 +115,7 @@ def _read(
     def spans() -> Iterator[Span]:
         for read in _plan(ranges, by_file, needs, longest):
             planned.append(read)
-            name = ranges.file_names[read.file]
-            path = f"{folder}/{name}" if folder else name
+            path = inside(folder, ranges.file_names[read.file])
             yield Span(path, read.start, read.end - read.start)
 
     heads: dict[int, bytes] = {}
@@ -182,7 +182,7 @@ def read_headers(
     regular = [file for file in files if file.kind == "file" and file.path.endswith(SUFFIX)]
     yield from ((file, b"") for file in regular if file.size == 0)
     others = [file for file in regular if file.size > 0]
-    first = [Span(_below(folder, file), 0, min(file.size, _FIRST_HEADER)) for file in others]
+    first = [Span(inside(folder, file.path), 0, min(file.size, _FIRST_HEADER)) for file in others]
     longer = []
     for file, (_, data) in zip(others, store.read_spans(first), strict=True):
         end = PREFIX + int.from_bytes(data[:PREFIX], "little")
@@ -190,7 +190,7 @@ def read_headers(
             longer.append((file, end))
         else:
             yield file, data[:end]
-    rest = [Span(_below(folder, file), 0, end) for file, end in longer]
+    rest = [Span(inside(folder, file.path), 0, end) for file, end in longer]
     for (file, _), (_, data) in zip(longer, store.read_spans(rest), strict=True):
         yield file, data
 
@@ -204,8 +204,4 @@ def read_indexes(
     """
     for file in files:
         if file.path.endswith(INDEX_SUFFIX) and file.kind == "file" and file.size <= MAX_HEADER:
-            yield file, store.read(_below(folder, file), limit=MAX_HEADER)
-
-
-def _below(folder: str, file: FileInfo) -> str:
-    return f"{folder}/{file.path}" if folder else file.path
+            yield file, store.read(inside(folder, file.path), limit=MAX_HEADER)

@@ -57,7 +57,6 @@ from ckptctl.model import (
     TensorEntry,
 )
 from ckptctl.records.byte_pass import OpenFiles
-from ckptctl.records.elements import ElementBlock, block_of
 from ckptctl.records.loading import (
     Caller,
     MemoryTarget,
@@ -78,8 +77,10 @@ from ckptctl.records.reads import RecordSource
 from ckptctl.records.slices import (
     ALIGNMENT,
     Dims,
+    ElementBlock,
     Strided,
     TensorSlice,
+    block_of,
     blocks,
     is_contiguous,
     position,

@@ -27,8 +27,8 @@ from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
-from ckptctl.records.elements import record_of
 from ckptctl.records.loading import TensorRecord, WrongElements
+from ckptctl.records.slices import record_of
 from ckptctl.records.verification import CrcPart, RecordPass, check_parts, combined_crc
 from ckptctl.resharding.planning import TargetFile
 from ckptctl.resharding.sources import (

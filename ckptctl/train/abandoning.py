@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.errors import StorageError
@@ -38,17 +38,15 @@ def abandoned_branches(job: Job, chosen: Report | None) -> tuple[Branch, ...]:
         try:
             if url in job.selection.roots.optional and not list_root(store).exists:
                 found.append(Branch(store, (), f"{url} does not exist"))
-                continue
-            newer = newer_steps(store, chosen, preferred=preferred)
+            else:
+                newer = newer_steps(store, chosen, preferred=preferred)
+                found.append(Branch(store, newer))
         except job.tolerated(url) as error:
             found.append(Branch(store, (), error.message))
-        else:
-            found.append(Branch(store, newer))
     return tuple(found)
 
 
 def _lies_in(store: Store, chosen: Report) -> bool:
-    """Whether the chosen step is one of a root."""
     return chosen.url == join_url(store.url, base_name(chosen.url))
 
 
@@ -63,7 +61,7 @@ def supersede_all(
     step = None if chosen is None else chosen.number
     if len(job.stores) > 1:
         others = (branch for branch in branches if branch.store is not job.store)
-        left = [one.report for branch in others for one in branch.steps]
+        left = [newer.report for branch in others for newer in branch.steps]
         digests = () if chosen is None else chosen.digests
         put_resume(job.store, held.token.attempt, step, digests, left)
     numbers: set[int] = set()
@@ -71,7 +69,7 @@ def supersede_all(
     for branch in branches:
         why = branch.warning
         try:
-            numbers.update(supersede(held, branch, step))
+            numbers.update(tuple(supersede(held, branch, step)))
         except StorageError as error:
             if branch.store is job.store:
                 raise
@@ -91,10 +89,6 @@ class HeldRoot:
     store: Store
     token: Token
 
-    def check(self) -> None:
-        """Raise `Fenced` if another attempt holds the root."""
-        check_token(self.store, self.token)
-
     def mark(
         self,
         store: Store,
@@ -112,7 +106,7 @@ class HeldRoot:
         """
         by = f"attempt {self.token.attempt}"
         made = new_mark(save, word, reason=reason, by=by, evidence=evidence)
-        self.check()
+        check_token(self.store, self.token)
         put_mark(OpenStep(store, name), made)
 
 
@@ -149,11 +143,6 @@ class NewerStep:
     marks: tuple[str, ...]
     superseded: bool
 
-    @property
-    def state(self) -> tuple[object, ...]:
-        """Values that change when the step is saved, completed or marked."""
-        return self.report.url, self.report.digests, self.marks
-
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -168,8 +157,8 @@ class Branch:
 
     @property
     def states(self) -> tuple[object, ...]:
-        """Values that change with the branch."""
-        return tuple(one.state for one in self.steps)
+        """Values that change when a step is saved, completed or marked."""
+        return tuple((newer.report.url, newer.report.digests, newer.marks) for newer in self.steps)
 
 
 def newer_steps(
@@ -203,8 +192,8 @@ def newer_steps(
     return tuple(newer)
 
 
-def supersede(held: HeldRoot, branch: Branch, step: int | None) -> tuple[int, ...]:
-    """Supersede the abandoned steps of one root; their numbers, oldest first.
+def supersede(held: HeldRoot, branch: Branch, step: int | None) -> Iterator[int]:
+    """Supersede the abandoned steps of one root; yields their numbers, oldest first.
 
     `branch` was read when the resumed step was decided, so it excludes saves of a later
     attempt. A step with metadata is marked, and so is an interrupted save on an object
@@ -213,26 +202,21 @@ def supersede(held: HeldRoot, branch: Branch, step: int | None) -> tuple[int, ..
 
     Raises `Fenced` before marking a step of another attempt.
     """
-    why = (
-        "the run started again from step 0"
-        if step is None
-        else f"the run continued from step {step}"
-    )
-    done = []
-    for one in reversed(branch.steps):
-        number = one.report.number
-        if one.superseded or number is None:
+    where = "started again from step 0" if step is None else f"continued from step {step}"
+    store = branch.store
+    for newer in reversed(branch.steps):
+        report = newer.report
+        if newer.superseded or report.number is None:
             continue
-        store = branch.store
-        if one.report.digests or (store.kind is StoreKind.OBJECT and one.report.interrupted):
-            held.mark(store, one.name, one.report, MarkKind.SUPERSEDED, reason=why)
-        elif one.report.interrupted and not one.marks and store.folders is not None:
-            held.check()
-            move_aside(store.folders, held.token, one.name)
+        if report.digests or (store.kind is StoreKind.OBJECT and report.interrupted):
+            reason = f"the run {where}"
+            held.mark(store, newer.name, report, MarkKind.SUPERSEDED, reason=reason)
+        elif report.interrupted and not newer.marks and store.folders is not None:
+            check_token(held.store, held.token)
+            move_aside(store.folders, held.token, newer.name)
         else:
             continue
-        done.append(number)
-    return tuple(done)
+        yield report.number
 
 
 def move_aside(folders: Folders, token: Token, name: str) -> str:

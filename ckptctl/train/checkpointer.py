@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
 
-from ckptctl.distributed.process_group import ProcessGroup, make_group
+from ckptctl.distributed.process_group import make_group
 from ckptctl.errors import CkptctlError, StorageError, UsageError
+from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.formats.own.contract import terms_of
 from ckptctl.formats.own.ledger import RemovingLine, SavedLine, SavingLine
 from ckptctl.formatting import and_more
@@ -34,7 +34,6 @@ from ckptctl.options import (
     options_from,
 )
 from ckptctl.selection.branches import read_resumes
-from ckptctl.selection.candidates import CachingInspector, Candidate
 from ckptctl.selection.fencing import check_token
 from ckptctl.selection.retention import NotCounted, RetentionPlan, Rules, remove_step
 from ckptctl.selection.roots import list_all, list_root
@@ -70,9 +69,6 @@ from ckptctl.train.state import (
     collect,
     give_generator,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Checkpointer:
@@ -149,16 +145,13 @@ class Checkpointer:
         shared = self._shared = SharedStores.of(storage)
         selection = Selection(roots, policy, requirements, shared, options.settle_s)
         stores = {url: open_store(url, shared) for url in roots.urls}
+        dp_rank = group.rank if options.dp_rank is None else options.dp_rank
+        dp_size = group.size if options.dp_size is None else options.dp_size
         self._job = Job(
             roots.first,
             stores[roots.first],
             group,
-            RankPosition(
-                group.rank,
-                group.size,
-                group.rank if options.dp_rank is None else options.dp_rank,
-                group.size if options.dp_size is None else options.dp_size,
-            ),
+            RankPosition(group.rank, group.size, dp_rank, dp_size),
             parts,
             options,
             selection,
@@ -168,9 +161,8 @@ class Checkpointer:
         )
         # An outage of a minute must not end a run that could save afterwards.
         self._save_store = open_store(roots.first, replace(shared, retry_for_s=SAVE_RETRY_S))
-        self._later = make_group(
-            options.patience_s
-        )  # for asynchronous saves, whose collectives overlap
+        # For asynchronous saves, whose collectives overlap with those of the training.
+        self._later = make_group(options.patience_s)
         self._keep = keep
         self._attempt: RankAttempt | None = None
         self._replay: Start | None = None
@@ -180,12 +172,11 @@ class Checkpointer:
         self._retention: Retention | None = None
         self._pool = ThreadPoolExecutor(1, "ckptctl-save")
         self._stager = Stager()
-        give_generator(self._job.parts, self._job.position, options.seed)
-        extra, dp_rank = self._job.parts.extra, self._job.position.dp_rank
-        follow_all(dataloader, extra, group, dp_rank, options, tell)
-        own = DataLedger()
-        followed = (data_ledger or own).follow(dataloader, self._job.position.dp_size)
-        self._data_ledger = own if followed and data_ledger is None else data_ledger
+        give_generator(parts, self._job.position, options.seed)
+        follow_all(dataloader, parts.extra, group, dp_rank, options, tell)
+        ledger = data_ledger or DataLedger()
+        is_followed = ledger.follow(dataloader, dp_size)
+        self._data_ledger = ledger if is_followed else data_ledger
 
     # Resuming
 
@@ -248,22 +239,15 @@ class Checkpointer:
         `tokens` and `samples` count from the beginning of the run, over all ranks. If `loss`,
         or without it the last one that was noted, is not finite, and a parameter of the model
         holds NaN or infinity, the step is marked rejected before it is published, so that no
-        resume uses it. Returns
-        when the step is durable. Failed requests to an object store are retried for two
-        minutes (storage option `retry_for_s`). Raises `SaveFailed` with the cause if the
-        step could not be saved, `Fenced` if another attempt has taken the root over,
-        `UsageError` if a complete step of that number exists or if a value that a step holds once
-        differs between ranks, `RanksLost`; older steps are never changed. A replay saves nothing,
-        and raises `UsageError` after its last step.
+        resume uses it. Returns when the step is durable; failed requests to an object store are
+        retried for two minutes (storage option `retry_for_s`).
+
+        Raises `SaveFailed` with the cause if the step could not be saved, `Fenced` if another
+        attempt has taken the root over, `UsageError` if a complete step of that number exists or
+        if a value that a step holds once differs between ranks, `RanksLost`; older steps are never
+        changed. A replay saves nothing, and raises `UsageError` after its last step.
         """
-        counts = self._counts(step, loss, tokens, samples)
-        if self._replay is not None:
-            return self._not_saved(self._replay, counts.step)
-        with self._stalled():
-            self.flush()
-            one = self._next_save(counts.step, self._job.group)
-            self._run(one, self._state(counts), counts)
-            return one.url
+        return self._save(step, loss, tokens, samples, later=False)
 
     def save_async(
         self,
@@ -281,15 +265,7 @@ class Checkpointer:
         saves nothing itself. The step is complete and sealed once `flush` has
         returned. Costs one copy of this rank's state in memory, which the next save reuses.
         """
-        counts = self._counts(step, loss, tokens, samples)
-        if self._replay is not None:
-            return self._not_saved(self._replay, counts.step)
-        with self._stalled():
-            self.flush()
-            one = self._next_save(counts.step, self._later)
-            taken = self._state(counts, self._stager.staged)
-            self._flight = self._pool.submit(self._run_later, one, taken, counts)
-            return one.url
+        return self._save(step, loss, tokens, samples, later=True)
 
     def flush(self) -> None:
         """Wait for the save in flight, and raise its error.
@@ -305,15 +281,40 @@ class Checkpointer:
             if self._retention is not None:
                 self._retention.wait()
 
-    def _counts(self, *given: Any) -> Counts:
-        """The numbers of a save; an error of one rank is one of all."""
+    def _save(self, *numbers: Any, later: bool) -> str:
+        job = self._job
 
         def checked() -> Counts:
-            counts = Counts.of(*given)
-            counts.check_name(self._job.options.step_format)
+            counts = Counts.of(*numbers)
+            name = job.options.step_format.format(counts.step)
+            named = step_name(name)
+            if named is None or named.number != counts.step:
+                raise UsageError(
+                    f"step {counts.step} cannot be saved: no resume would recognize "
+                    f"{name[:100]!r} as that step"
+                )
             return counts
 
-        return self._job.group.on_all(checked)
+        counts = job.group.on_all(checked)  # an error of one rank is one of all
+        if self._replay is not None:
+            return self._not_saved(self._replay, counts.step)
+        with self._stalled():
+            self.flush()
+            attempt, requirements = self._begun(), job.selection.requirements
+            if self._closed:
+                raise UsageError(f"step {counts.step} cannot be saved: close was called before")
+            if job.group.is_first and counts.step > attempt.saved:
+                attempt.record(SavingLine(step=counts.step))
+            group = self._later if later else job.group
+            save = StepSave(
+                self._save_store, group, counts.step, attempt, job.options, requirements
+            )
+            taken = self._state(counts, self._stager.staged if later else None)
+            if later:
+                self._flight = self._pool.submit(self._run_later, save, taken, counts)
+            else:
+                self._run(save, taken, counts)
+            return save.url
 
     def _not_saved(self, replay: Start, step: int) -> str:
         if replay.last is not None and step > replay.last:
@@ -337,108 +338,97 @@ class Checkpointer:
             raise UsageError("call resume() first, also for a fresh run")
         return self._attempt
 
-    def _next_save(self, step: int, group: ProcessGroup) -> StepSave:
-        attempt = self._begun()
-        if self._closed:
-            raise UsageError(f"step {step} cannot be saved: close was called before")
-        requirements = self._job.selection.requirements
-        save = StepSave(self._save_store, group, step, attempt, self._job.options, requirements)
-        if self._job.group.is_first and step > attempt.saved:
-            attempt.record(SavingLine(step=step))
-        return save
-
     def _state(
-        self,
-        counts: Counts,
-        staged: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        self, counts: Counts, staged: Callable[[dict[str, Any]], dict[str, Any]] | None
     ) -> StateToSave:
         """What is saved as `step`, compared over the ranks, and its state as `staged` returns it.
 
         An error of one rank is one of all, and so are lost weights.
         """
         step, samples = counts.step, counts.samples
-        if samples is None and self._job.parts.has_global_loader:
-            samples = self._job.parts.dataloader.position
+        parts, group, position = self._job.parts, self._job.group, self._job.position
+        if samples is None and parts.has_global_loader:
+            samples = parts.dataloader.position
         progress = {"step": step, "seed": self._job.options.seed}
         progress |= {} if counts.tokens is None else {"tokens": counts.tokens}
         progress |= {} if samples is None else {"samples": samples}
         attempt = self._begun()
         loss, saved = attempt.loss if counts.loss is None else counts.loss, attempt.saved
-        parts = self._job.parts
-        group, per_rank = self._job.group, tuple(self._job.options.per_rank)
 
         def collected() -> tuple[
-            tuple[str, tuple[float | None, bool], Outline], tuple[StateToSave, HeldOnce]
+            tuple[str, float | None, bool, Outline], tuple[StateToSave, HeldOnce]
         ]:
             if step <= saved:
                 raise UsageError(f"step {step} cannot be saved: the run is already at step {saved}")
-            state = collect(parts, self._job.position, progress)
+            state = collect(parts, position, progress)
             # At every save, because any step may introduce a value that cannot be loaded.
             check_readable(state)
             copied = copied_buffers(parts.model, state)
-            held = HeldOnce(state, copied, per_rank, group)
-            training = loss, attempt.is_sound
-            return (why_lost(parts.model, loss), training, held.outline), (
-                StateToSave(state, buffers=copied),
-                held,
-            )
+            held = HeldOnce(state, copied, tuple(self._job.options.per_rank), group)
+            why = why_lost(parts.model, loss)
+            taken = StateToSave(state, buffers=copied)
+            return (why, loss, attempt.is_sound, held.outline), (taken, held)
 
         ranks, (taken, held) = group.from_all_keeping(collected)
-        held.agree([outline for _, _, outline in ranks], group)
-        lost = next((why for why, _, _ in ranks if why), "")
-        losses = [loss for _, (loss, _), _ in ranks if loss is not None]
-        well = all(map(math.isfinite, losses)) and all(sound for _, (_, sound), _ in ranks)
-        went_well = None if well and not losses else well
+        reasons, losses, sound, outlines = zip(*ranks, strict=True)
+        held.agree(outlines, group)
+        known = [loss for loss in losses if loss is not None]
+        well = all(map(math.isfinite, known)) and all(sound)
+        went_well = None if well and not known else well
         data = None
         if self._data_ledger is not None:
-            at = self._job.position
-            data = self._data_ledger.collect(step, group, at.dp_rank, at.dp_size)
+            data = self._data_ledger.collect(step, group, position.dp_rank, position.dp_size)
         state = taken.state if staged is None else group.on_all(lambda: staged(taken.state))
+        lost = next(filter(None, reasons), "")
         return replace(taken, state=state, lost=lost, went_well=went_well, data=data)
 
-    def _run_later(self, one: StepSave, taken: StateToSave, counts: Counts) -> None:
+    def _run_later(self, save: StepSave, taken: StateToSave, counts: Counts) -> None:
         """Save in the thread of `save_async`, and report that a save is in flight meanwhile."""
-        report_saving(one.number)
+        report_saving(save.number)
         try:
-            self._run(one, taken, counts)
+            self._run(save, taken, counts)
         finally:
             report_saving(None)
 
-    def _run(self, one: StepSave, taken: StateToSave, counts: Counts) -> None:
+    def _run(self, save: StepSave, taken: StateToSave, counts: Counts) -> None:
         """Save, record it, and start to remove older steps."""
         began_s, loss = time.monotonic(), counts.loss
-        one.run(taken)
+        save.run(taken)
         attempt = self._begun()
-        attempt.saved = one.number
+        attempt.saved = save.number
         if self._data_ledger is not None:
             self._data_ledger.saved(taken.data)
         if not self._job.group.is_first:
             return
         if taken.lost:
             self._job.tell(
-                f"{one.url} is saved and rejected: {taken.lost}; no later step of this attempt can "
-                "be used"
+                f"{save.url} is saved and rejected: {taken.lost}; no later step of this attempt "
+                "can be used"
             )
-        attempt.record(
-            SavedLine(
-                step=one.number,
-                path=one.url,
-                tokens=counts.tokens,
-                loss=loss if loss is not None and math.isfinite(loss) else None,
-                took_s=round(time.monotonic() - began_s, 3),
-                moved_aside=one.moved_aside,
-            )
+        line = SavedLine(
+            step=save.number,
+            path=save.url,
+            tokens=counts.tokens,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            took_s=round(time.monotonic() - began_s, 3),
+            moved_aside=save.moved_aside,
         )
+        attempt.record(line)
         attempt.ledger.drain(RECORD_TIMEOUT_S)
-        self._confirm(attempt, one.number, went_well=taken.went_well)
-        if self._keep is not None:
-            self._retain(attempt, one.number, self._keep)
+        self._confirm(attempt, save.number, went_well=taken.went_well)
+        if self._keep is None:
+            return
+        if self._retention is None:
+            self._retention = Retention(self._job, attempt, self._keep)
+        protected = {save.number: "it was saved just now"}
+        if attempt.resumed_from is not None:
+            protected[attempt.resumed_from] = "this attempt resumed from it"
+        self._retention.begin(protected)
 
     def _confirm(self, attempt: RankAttempt, step: int, *, went_well: bool | None) -> None:
         """Confirm the resumed step once training has gone well for long enough; on rank 0 only.
 
-        Asked once. The save has succeeded, so a mark that cannot be written is reported, not
-        raised.
+        The save has succeeded, so a mark that cannot be written is reported, not raised.
         """
         after, resumed = self._job.options.confirm_after, attempt.resumed
         if self._confirmed or not after or resumed is None or went_well is False:
@@ -458,19 +448,6 @@ class Checkpointer:
             why_not = error.message
         if why_not:
             self._job.tell(f"note: step {resumed.number} is not confirmed: {why_not}")
-
-    def _retain(self, attempt: RankAttempt, step: int, keep: int) -> None:
-        """Remove the steps that are older than those to keep, in a thread.
-
-        On rank 0 only. The save has succeeded, so a failed removal is reported, not raised.
-        """
-        if self._retention is None:
-            # Its requests fail early: the next save removes what is left.
-            self._retention = Retention(self._job, attempt, keep)
-        protected = {step: "it was saved just now"}
-        if attempt.resumed_from is not None:
-            protected[attempt.resumed_from] = "this attempt resumed from it"
-        self._retention.begin(protected)
 
     # The record of this attempt
 
@@ -510,32 +487,23 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # An exit that reports success must not hide that the last save is lost.
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
         if self._attempt is not None:
             self._attempt.ended_by(error)
-        try:
-            self.flush()
-        except CkptctlError as lost:
-            self._job.tell(f"the save in flight is lost: {lost.message}")
-        finally:
-            self._leave("exception")
+        self._end("exception")
 
-    def _end(self) -> None:
+    def _end(self, how: str = "exit") -> None:
         """Complete the save in flight, and end the record, as the process ends without `close`."""
         try:
             self.flush()
         except CkptctlError as lost:
             self._job.tell(f"the save in flight is lost: {lost.message}")
-        self._leave("exit")
+        finally:
+            self._leave(how)
 
     def _leave(self, how: str) -> None:
         self._closed = True
@@ -568,29 +536,27 @@ def _end_all() -> None:
         one._end()
 
 
-PATIENCE_S = 30.0
+_PATIENCE_S = 30.0
 """How long a save, or the end of the process, waits for the previous removal."""
 
 
+@dataclass(slots=True)
 class Retention:
     """Keeps the newest `keep` steps of the root that an attempt holds, and removes older ones.
 
     Only steps that a resume of the job would use count; they are selected over all its
-    roots, and removed from the first. Inspections are cached: while the files of a step do
-    not change, a later save lists them and reads nothing.
+    roots, and removed from the first. While the files of a step do not change, a later save
+    lists them and reads nothing.
 
-    Runs on rank 0 only, in a daemon thread that takes part in no collective: a hung removal
-    delays neither a save nor the end of the process, and an interrupted one leaves an
-    interrupted save, which the next one removes.
+    Runs on rank 0 only, in a daemon thread: a hung removal delays neither a save nor the end of
+    the process, and an interrupted one leaves an interrupted save, which the next one removes.
     """
 
-    def __init__(self, job: Job, attempt: RankAttempt, keep: int) -> None:
-        self._job = job
-        self._store = job.store
-        self._attempt = attempt
-        self._keep = keep
-        self._memory: dict[str, Inspection] = {}
-        self._thread: threading.Thread | None = None
+    _job: Job
+    _attempt: RankAttempt
+    _keep: int
+    _memory: dict[str, Inspection] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
 
     def begin(self, protected: Mapping[int, str]) -> None:
         """Start a removal, unless the previous one is still running.
@@ -600,52 +566,46 @@ class Retention:
         if self._thread is None or not self._thread.is_alive():
             self._thread = start_daemon("ckptctl-retention", self._run, dict(protected))
 
-    def wait(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the removal ends, at most `timeout_s` seconds."""
+    def wait(self) -> None:
+        """Wait until the removal ends, for half a minute at most."""
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(_PATIENCE_S)
 
     def _run(self, protected: Mapping[int, str]) -> None:
         selection = self._job.selection
         policy = replace(selection.policy, level=Level.LISTING)
         # Bytes are not read during training: a resume or `prune` compares them with the seals.
-        rules = Rules(
-            self._keep,
-            selection.requirements,
-            policy,
-            protected=protected,
-            seal_bytes=SealBytes.LATER,
-        )
-        others = [
-            (store, url in selection.roots.optional)
-            for url, store in self._job.stores.items()
-            if store is not self._store
-        ]
+        requirements, later = selection.requirements, SealBytes.LATER
+        rules = Rules(self._keep, requirements, policy, protected=protected, seal_bytes=later)
+        own, optional = self._job.store, selection.roots.optional
+        stores = self._job.stores.items()
+        others = [(store, url in optional) for url, store in stores if store is not own]
+        failures: Sequence[CkptctlError] = ()
         try:
             plan = RetentionPlan(
-                OpenRoot(self._store, list_all(self._store)),
+                OpenRoot(own, list_all(own)),
                 rules,
-                prove=_not_now,
+                # Proving a step's bytes is left to `prune` and `seal`.
+                prove=lambda *_: NotCounted("written to since it was sealed"),
                 others=[root for other in others for root in _listed(*other)],
                 memory=self._memory,
             )
             plan.carry_out(self._remove)
-            failures: Sequence[CkptctlError] = plan.failures
+            failures = plan.failures
         except CkptctlError as error:
             failures = [error]
         if failures:
-            self._job.tell(
-                f"older steps were not removed: {failures[0].message}{and_more(failures)}"
-            )
+            why = f"{failures[0].message}{and_more(failures)}"
+            self._job.tell(f"older steps were not removed: {why}")
 
     def _remove(self, inspected: Inspection) -> bool:
-        check_token(self._store, self._attempt.token)
+        store, name = self._job.store, inspected.step.name
+        check_token(store, self._attempt.token)
+        path = join_url(store.url, name)
         # Before it goes: a signal may end this process at any moment.
-        name = inspected.step.name
-        number = inspected.report.number
-        self._attempt.record(RemovingLine(step=number, path=join_url(self._store.url, name)))
+        self._attempt.record(RemovingLine(step=inspected.report.number, path=path))
         self._attempt.ledger.drain(RECORD_TIMEOUT_S)
-        return remove_step(self._store, name, seen=inspected.step.files)
+        return remove_step(store, name, seen=inspected.step.files)
 
 
 def _listed(store: Store, optional: bool) -> Iterator[OpenRoot]:
@@ -657,8 +617,3 @@ def _listed(store: Store, optional: bool) -> Iterator[OpenRoot]:
     except StorageError:
         if not optional:
             raise
-
-
-def _not_now(_: Inspection, __: CachingInspector, ___: Candidate) -> NotCounted:
-    """Not during training: proving a step's bytes is left to `prune` and `seal`."""
-    return NotCounted("written to since it was sealed")

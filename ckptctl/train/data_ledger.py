@@ -39,7 +39,7 @@ MOST_IDS = 1_000_000
 _LIMBS = 4
 
 
-def added(ids: Sequence[SampleId]) -> int:
+def _added(ids: Sequence[SampleId]) -> int:
     """`sum_of`, in half of its time: numpy adds the four 32-bit parts of each hash."""
     if not ids:
         return 0
@@ -65,7 +65,7 @@ class _Taken:
 
     def take(self, ids: Sequence[SampleId], *, keeps: bool) -> None:
         self.count += len(ids)
-        self.total = (self.total + added(ids)) % MODULUS
+        self.total = (self.total + _added(ids)) % MODULUS
         if keeps:
             self.ids += ids
 
@@ -107,7 +107,7 @@ class DataLedger:
             self._expected = {"count": samples, "sum": None, "order": None}
         elif samples is not None:
             ids = list(samples)
-            self._expected = {"count": len(ids), "sum": as_hex(added(ids)), "order": None}
+            self._expected = {"count": len(ids), "sum": as_hex(_added(ids)), "order": None}
         self._loader: Any = None
         self._rows: dict[tuple[int, int, int], _Taken] = {}
         self._open: dict[int, _Taken] = {}
@@ -136,7 +136,9 @@ class DataLedger:
             raise UsageError(
                 f"step {step} is recorded, and the run is already at step {self._history.after}"
             )
-        listed = _as_list(ids)
+        if isinstance(ids, str | bytes):
+            raise UsageError(f"ids is {ids[:80]!r}; expected a list of the ids of samples")
+        listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         self._rows.setdefault((step, step, epoch), _Taken()).take(listed, keeps=self.keep_ids)
 
     # What loaders and the Checkpointer call
@@ -247,7 +249,12 @@ class DataLedger:
         history, rows = self._history, [row for row in self._interval if row.last <= step]
         epochs = {epoch: replace(one, ids=[*one.ids]) for epoch, one in history.epochs.items()}
         without = set() if self.keep_ids else {*epochs, *(row.epoch for row in rows)}
-        without |= history.without_ids | {row.epoch for row in rows if not _can_be_kept(row.ids)}
+        without |= history.without_ids
+        for row in rows:
+            # No reader would accept longer ids.
+            texts = (sample for sample in row.ids or () if isinstance(sample, str))
+            if row.ids is None or any(len(text) > MAX_STRING for text in texts):
+                without.add(row.epoch)
         for row in rows:
             one = epochs.setdefault(row.epoch, _Taken())
             one.count += row.n_samples
@@ -256,19 +263,21 @@ class DataLedger:
         expected = self._expected_now()
         stored: list[EpochFields] = []
         for epoch, one in sorted(epochs.items()):
-            if not one.is_whole and epoch not in without and self._is_whole(one, expected):
-                one.is_whole, one.ids = True, []
+            is_full = expected is not None and one.count == expected["count"]
+            if expected is not None and is_full and not one.is_whole and epoch not in without:
+                total = expected["sum"] or as_hex(_added(range(one.count)))
+                if as_hex(one.total) == total:  # proven: its ids are not needed any more
+                    one.is_whole, one.ids = True, []
             without |= {epoch} if len(one.ids) > MOST_IDS else set()
-            stored.append(
-                {
-                    "epoch": epoch,
-                    "count": one.count,
-                    "sum": as_hex(one.total),
-                    "is_whole": one.is_whole,
-                    "ids": None if epoch in without else one.ids,
-                    "spans": [*map(copy, self._spans[epoch])] if epoch in self._spans else None,
-                }
-            )
+            kept: EpochFields = {
+                "epoch": epoch,
+                "count": one.count,
+                "sum": as_hex(one.total),
+                "is_whole": one.is_whole,
+                "ids": None if epoch in without else one.ids,
+                "spans": [*map(copy, self._spans[epoch])] if epoch in self._spans else None,
+            }
+            stored.append(kept)
         return {
             "metadata": "",
             "step": step,
@@ -291,13 +300,6 @@ class DataLedger:
             "order": {"seed": order.seed, "shuffle": order.shuffle},
         }
 
-    def _is_whole(self, one: _Taken, expected: ExpectedFields | None) -> bool:
-        """Whether an epoch is proven to be complete, so that its ids are not needed any more."""
-        if expected is None or one.count != expected["count"]:
-            return False
-        total = expected["sum"]
-        return as_hex(one.total) == (as_hex(added(range(one.count))) if total is None else total)
-
     def _unrecorded_until(self, step: int, rows: Sequence[LedgerRow]) -> UnrecordedFields | None:
         before = self._history.unrecorded
         missing: set[int] = set()
@@ -307,45 +309,23 @@ class DataLedger:
             missing = {one for one in steps if one not in recorded or one in self._unrecorded}
         if not missing:
             return before
-        found: UnrecordedFields = {
-            "count": len(missing),
-            "first": min(missing),
+        return {
+            "count": len(missing) + (0 if before is None else before["count"]),
+            "first": min(missing) if before is None else before["first"],
             "last": max(missing),
         }
-        if before is not None:
-            found["count"] += before["count"]
-            found["first"] = before["first"]
-        return found
-
-
-def _can_be_kept(ids: Sequence[SampleId] | None) -> bool:
-    """Whether the ids of a row are kept; those that no reader would accept are not."""
-    if ids is None:
-        return False
-    return not any(isinstance(sample, str) and len(sample) > MAX_STRING for sample in ids)
-
-
-def _as_list(ids: Any) -> list[SampleId]:
-    if isinstance(ids, str | bytes):
-        raise UsageError(f"ids is {ids[:80]!r}; expected a list of the ids of samples")
-    return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
 
 def _history_of(fields: DataFields) -> _SavedLedger:
-    epochs = fields["epochs"]
-    return _SavedLedger(
-        fields["since"],
-        fields["step"],
-        {
-            one["epoch"]: _Taken(
-                one["count"], int(one["sum"], 16), list(one["ids"] or ()), one["is_whole"]
-            )
-            for one in epochs
-        },
-        {one["epoch"] for one in epochs if one["ids"] is None},
-        fields["unrecorded"],
-        {one["epoch"]: [*map(copy, one["spans"])] for one in epochs if one["spans"] is not None},
-    )
+    history = _SavedLedger(fields["since"], fields["step"], unrecorded=fields["unrecorded"])
+    for one in fields["epochs"]:
+        epoch, ids, total = one["epoch"], list(one["ids"] or ()), int(one["sum"], 16)
+        history.epochs[epoch] = _Taken(one["count"], total, ids, one["is_whole"])
+        if one["ids"] is None:
+            history.without_ids.add(epoch)
+        if one["spans"] is not None:
+            history.spans[epoch] = [*map(copy, one["spans"])]
+    return history
 
 
 def _digest(rows: dict[tuple[int, int, int], _Taken]) -> int:

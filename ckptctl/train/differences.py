@@ -1,10 +1,8 @@
 """Compare the state in a step with that of the job, before anything is loaded.
 
-Both hold entries by name. What both hold is restored. What one of them alone holds would be lost
-without an error: the step's entries would be dropped, and the job's would keep the values that
-they begin with. So one rule applies to every kind of state, in both directions: it is lost, and
-refused unless the options of the job accept that. The ranks are compared together, because each
-may hold a part of the model.
+What both hold is restored. What one of them alone holds is lost: the step's entries would be
+dropped, and the job's would keep the values that they begin with. It is refused unless the options
+of the job accept that. The ranks are compared together: each may hold a part of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from ckptctl.errors import StateRefused
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import Metadata
 from ckptctl.options import TrainOptions
-from ckptctl.train.rank_names import plain_name, rank_in
+from ckptctl.train.rank_names import Path, plain_name, rank_in
 from ckptctl.train.state import part_of
 
 
@@ -56,13 +54,10 @@ def names_in(saved: Metadata) -> Iterator[str]:
     yield from saved.bytes_entries
 
 
-def compare(ranks: Sequence[RankEntries], saved: Metadata) -> Differences:
-    """What all ranks together would lose by a load of the step; the same on every rank."""
-    return _StateComparison(ranks, saved).run()
-
-
 @dataclass(slots=True)
-class _StateComparison:
+class StateComparison:
+    """What all ranks together would lose by a load of the step; the same on every rank."""
+
     ranks: Sequence[RankEntries]
     saved: Metadata
     lost: list[str] = field(default_factory=list)
@@ -77,11 +72,15 @@ class _StateComparison:
         unused = [name for name, digit in zip(names, digits, strict=True) if digit == "0"]
         missing = sorted({name for rank in self.ranks for name in rank.missing})
         given = {part for rank in self.ranks for part in rank.parts}
-        both = given & self._whole_parts(given)
-        for part in sorted(both - {"model", "optimizer"}):
+        saved = {part for name in names if (part := part_of(name)) is not None}
+        self.lost += sorted(given - saved - {"dataloader"})
+        self.lost += [
+            f"{part} (the step has it, and the script gives none)" for part in sorted(saved - given)
+        ]
+        for part in sorted((given & saved) - {"model", "optimizer"}):
             self._own_entries(part, names, unused)
         keeps = (True, True)
-        for part in sorted(both):
+        for part in sorted(given & saved):
             if part == "model":
                 self._entries(part, _of("model", unused), _of("model", missing))
             elif part == "optimizer":
@@ -92,15 +91,6 @@ class _StateComparison:
         for kind, there, here in sorted({cast for rank in self.ranks for cast in rank.casts}):
             self.notes.append(f"{kind}: {there} in the step is {here} in this job, and was cast")
         return Differences(tuple(self.lost), tuple(self.notes), *keeps)
-
-    def _whole_parts(self, given: set[str]) -> set[str]:
-        """What one side has nothing of; returns the parts of the step."""
-        saved = {part for name in names_in(self.saved) if (part := part_of(name)) is not None}
-        self.lost += sorted(given - saved - {"dataloader"})
-        self.lost += [
-            f"{part} (the step has it, and the script gives none)" for part in sorted(saved - given)
-        ]
-        return saved
 
     def _own_entries(self, part: str, names: Sequence[str], unused: Sequence[str]) -> None:
         """The entries of a part of which each rank saved its own, for ranks that differ now."""
@@ -115,16 +105,13 @@ class _StateComparison:
         self._entries(part, beyond, [])
 
     def _entries(self, part: str, unused: Sequence[str], missing: Sequence[str]) -> None:
-        if unused:
-            self.lost.append(
-                f"{part} ({counted(len(unused), 'entry', 'entries')} of the step that this "
-                f"job does not have, such as {unused[0]})"
-            )
-        if missing:
-            self.lost.append(
-                f"{part} ({counted(len(missing), 'entry', 'entries')} of this job that the "
-                f"step does not have, such as {missing[0]})"
-            )
+        sides = ((unused, "the step", "this job"), (missing, "this job", "the step"))
+        for names, whose, other in sides:
+            if names:
+                what = counted(len(names), "entry", "entries")
+                self.lost.append(
+                    f"{part} ({what} of {whose} that {other} does not have, such as {names[0]})"
+                )
 
     def _optimizer(
         self, used: Collection[str], unused: Sequence[str], missing: Sequence[str]
@@ -150,10 +137,7 @@ class _StateComparison:
         return True, self._options(paths, unused, missing)
 
     def _options(
-        self,
-        paths: Mapping[str, tuple[str | int, ...]],
-        unused: Sequence[str],
-        missing: Sequence[str],
+        self, paths: Mapping[str, Path], unused: Sequence[str], missing: Sequence[str]
     ) -> bool:
         """Compare the groups of parameters and their options; whether those are restored."""
         start = "optimizer.param_groups."
@@ -164,18 +148,16 @@ class _StateComparison:
                 f"and this job {n_groups})"
             )
             return False
-        dropped = {name.split(".", 3)[3] for name in unused if name.startswith(start)}
-        if dropped:
-            self.notes.append(
-                f"the step has an option of the optimizer that this job's has not: "
-                f"{some_of(sorted(dropped))}"
-            )
-        kept = {name.split(".", 3)[3] for name in missing if name.startswith(start)}
-        if kept:
-            self.notes.append(
-                f"this job's optimizer has an option that the step's has not, and keeps its "
-                f"value: {some_of(sorted(kept))}"
-            )
+        for names, what in (
+            (unused, "the step has an option of the optimizer that this job's has not"),
+            (
+                missing,
+                "this job's optimizer has an option that the step's has not, and keeps its value",
+            ),
+        ):
+            options = {name.split(".", 3)[3] for name in names if name.startswith(start)}
+            if options:
+                self.notes.append(f"{what}: {some_of(sorted(options))}")
         return True
 
 

@@ -2,12 +2,8 @@
 
 A signal sets a flag. At a step boundary the ranks agree: a signal to one of them is enough,
 and all stop at the same step. A process that hangs after that is ended before the scheduler
-kills it, and prints the stack of each thread.
-
-SLURM (`--signal`, `KillWait`, 30 s) and Kubernetes (`terminationGracePeriodSeconds`, 30 s)
-do not tell a job how long they wait. torchrun passes a signal on to its processes and kills
-them 30 s later, whatever the scheduler grants. The time limit of a SLURM job is in its
-environment.
+kills it, and prints the stack of each thread. Of the schedulers only SLURM states when, by the
+time limit of a job; torchrun kills its processes 30 s after it passes a signal on.
 """
 
 from __future__ import annotations
@@ -16,39 +12,34 @@ import faulthandler
 import math
 import mmap
 import os
-import select
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import UsageError
+from ckptctl.formatting import seconds_of
 
-_CLOSE, _WAKE = 0, 255  # neither is the number of a signal
+_CLOSE = 0  # not the number of a signal
 _QUIET, _STOPPING, _OVER = 0, 1, 2
 _WORKER_WAITS_S = 1.0
 
-OnSignal = Callable[[int], None]
-
 
 class Listener:
-    """Calls `on_signal` for each of `signals`, in a thread, and `due` once at a given time.
+    """Calls `on_signal` for each of `signals`, in a thread.
 
     Must be started in the main thread, the only one that can set handlers.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], on_signal: OnSignal) -> None:
-        self.signals = tuple(signals)
+    def __init__(self, signals: Sequence[int], on_signal: Callable[[int], None]) -> None:
+        self.signals = tuple(map(signal.Signals, signals))
         self._on_signal = on_signal
-        self._due: Callable[[], None] | None = None
-        self._due_s = float("inf")
         # Shared with the processes that are forked from here on: the state of the trainer.
         self._state = mmap.mmap(-1, 1)
         self._before: dict[int, Any] = {}
@@ -66,7 +57,6 @@ class Listener:
         _LISTENING.add(self)
 
     def stop(self) -> None:
-        """Restore the earlier handlers."""
         _LISTENING.discard(self)
         self._state[0] = _OVER
         for each, handler in self._before.items():
@@ -77,29 +67,15 @@ class Listener:
         os.close(self._read)
         os.close(self._write)
 
-    def call_at(self, due_s: float, due: Callable[[], None]) -> None:
-        """Call `due` in the thread at `due_s` (monotonic), unless an earlier time is set."""
-        if due_s < self._due_s:
-            self._due, self._due_s = due, due_s
-            os.write(self._write, bytes([_WAKE]))
-
     def _listen(self) -> None:
         while True:
-            left_s = self._due_s - time.monotonic()
-            ready, _, _ = select.select(
-                [self._read], [], [], None if left_s == float("inf") else max(0.0, left_s)
-            )
-            if not ready and self._due is not None:
-                due, self._due, self._due_s = self._due, None, float("inf")
-                due()
-                continue
             for number in os.read(self._read, 512):
                 if number == _CLOSE:
                     return
                 if number in self.signals:
                     self._state[0] = _STOPPING
                     self._on_signal(number)
-                elif number != _WAKE and self._fd_before >= 0:
+                elif self._fd_before >= 0:
                     with suppress(OSError):
                         os.write(self._fd_before, bytes([number]))
 
@@ -112,9 +88,9 @@ class Listener:
 
     def outlive(self) -> None:
         """In a forked process: handle signals as a worker."""
-        for each, before in self._before.items():
+        for number, before in self._before.items():
             default = before in (signal.SIG_DFL, None)
-            signal.signal(each, self._in_child if default else before)
+            signal.signal(number, self._in_child if default else before)
 
     def _in_child(self, number: int, _frame: FrameType | None) -> None:
         until_s = time.monotonic() + _WORKER_WAITS_S
@@ -165,57 +141,37 @@ variable of the job keeps its first value."""
 
 _STDERR = 2
 
-DEFAULT_DEADLINE_S = 600.0
+_DEFAULT_DEADLINE_S = 600.0
 """If the time of the kill is unknown: long enough for a save, short enough for a hang."""
 
 _TORCHRUN_NOTICE_S = 30.0  # torch 2.13, distributed/run.py: --shutdown-timeout
 _SHARE = 0.9  # of the notice: a forced exit must come before the kill
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """`seconds` from the signal to the kill, and `source`, the setting that defines them."""
+def _deadline(deadline_s: float | None, notice_s: float | None) -> float:
+    """The deadline in seconds after the signal.
 
-    seconds: float
-    source: str
-    next_command: str | None = None
-
-
-def notice_in(environment: Mapping[str, str], notice_s: float | None = None) -> Notice | None:
-    """The notice that the caller or torchrun gives; None if unknown.
-
-    Raises `UsageError` unless it is above 0.
+    By default nine tenths of the notice that the caller or torchrun gives. Raises `UsageError`
+    if it is not before the kill.
     """
-    if notice_s is not None:
-        if not notice_s > 0:
-            raise UsageError(f"notice_s is {notice_s}; it must be above 0")
-        return Notice(notice_s, "notice_s")
-    if cluster_context(environment).launcher != "torchrun":
-        return None
-    timeout = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    seconds = float(timeout) if timeout.isascii() and timeout.isdecimal() else _TORCHRUN_NOTICE_S
-    return Notice(
-        seconds,
-        "torchrun's --shutdown-timeout",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 torchrun --shutdown-timeout 120 ...",
-    )
-
-
-def checked_deadline(deadline_s: float | None, notice: Notice | None) -> float:
-    """The deadline in seconds after the signal; nine tenths of the notice by default.
-
-    Raises `UsageError` if it is not before the kill.
-    """
+    for name, value_s in (("notice_s", notice_s), ("deadline_s", deadline_s)):
+        if value_s is not None and not value_s > 0:
+            raise UsageError(f"{name} is {value_s}; it must be above 0")
+    source, next_command = "notice_s", None
+    if notice_s is None and cluster_context().launcher == "torchrun":
+        timeout = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+        is_number = timeout.isascii() and timeout.isdecimal()
+        notice_s = float(timeout) if is_number else _TORCHRUN_NOTICE_S
+        source = "torchrun's --shutdown-timeout"
+        next_command = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 torchrun --shutdown-timeout 120 ..."
     if deadline_s is None:
-        return DEFAULT_DEADLINE_S if notice is None else notice.seconds * _SHARE
-    if not deadline_s > 0:
-        raise UsageError(f"deadline_s is {deadline_s}; it must be above 0")
-    if notice is not None and deadline_s >= notice.seconds and not math.isinf(deadline_s):
+        return _DEFAULT_DEADLINE_S if notice_s is None else notice_s * _SHARE
+    if notice_s is not None and deadline_s >= notice_s and not math.isinf(deadline_s):
         raise UsageError(
-            f"deadline_s is {deadline_s:g} s, and the kill comes {notice.seconds:g} s after the "
-            f"signal ({notice.source}): a hung process would be killed before the forced exit "
-            "could report where it hangs",
-            next_command=notice.next_command,
+            f"deadline_s is {deadline_s:g} s, and the kill comes {notice_s:g} s after the signal "
+            f"({source}): a hung process would be killed before the forced exit could report where "
+            "it hangs",
+            next_command=next_command,
         )
     return deadline_s
 
@@ -257,10 +213,11 @@ class GracefulStop:
     ) -> None:
         if every < 1:
             raise UsageError(f"every is {every}; it must be 1 or more")
-        self.notice = notice_in(os.environ, notice_s)
-        self.deadline_s = checked_deadline(deadline_s, self.notice)
-        self._ends_s = cluster_context().ends_s
-        self._listener = Listener([signal.Signals(each) for each in signals], self._on_signal)
+        self.deadline_s = _deadline(deadline_s, notice_s)
+        ends_at = cluster_context().ends_at
+        self._ends_s = None if ends_at is None else seconds_of(ends_at)
+        self._listener = Listener(signals, self._on_signal)
+        self._timers: list[threading.Timer] = []
         self._every = every
         self._group = group
         self._n_asked = 0
@@ -274,13 +231,10 @@ class GracefulStop:
         self._listener.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.stop()
+        for timer in self._timers:
+            timer.cancel()
 
     @property
     def asked(self) -> bool:
@@ -303,7 +257,7 @@ class GracefulStop:
     @property
     def left_s(self) -> float:
         """Seconds until the forced exit; infinite without a signal."""
-        return float("inf") if self._force_s is None else self._force_s - time.monotonic()
+        return math.inf if self._force_s is None else self._force_s - time.monotonic()
 
     def agreed(self) -> bool:
         """Whether all ranks stop here, because one of them got a signal. Every rank calls it.
@@ -323,14 +277,6 @@ class GracefulStop:
             self._set_deadline(time.monotonic())
         return bool(self._agreed)
 
-    def document(self) -> dict[str, str | int | None]:
-        """How this attempt ended, for a record, because torchrun does not pass on exit codes."""
-        return {
-            "how": "preempted" if self._agreed else "finished",
-            "signal": self.stopped_by.name if self.stopped_by else None,
-            "exit_code": self.exit_code,
-        }
-
     def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
         if self._received is None:
@@ -342,18 +288,18 @@ class GracefulStop:
         left_s = None if self._ends_s is None else self._ends_s - time.time()
         if left_s is not None and left_s > -_LATE_S:
             deadline_s = min(deadline_s, max(0.0, left_s) + _AFTER_THE_END_S)
-        if deadline_s == float("inf"):
+        if math.isinf(deadline_s):
             return
-        self._force_s = now_s + deadline_s
-        number = self._received[0] if self._received else self._agreed
-        self._listener.call_at(
-            self._force_s,
-            lambda: self._force(number, f"still running {deadline_s:g} s after the signal"),
-        )
+        code = 128 + (self._received[0] if self._received else self._agreed)
 
-    def _force(self, number: int, why: str) -> None:
-        """End the process from this thread, after printing the stack of each thread."""
-        message = f"ckptctl: {why}: ending now, with code {128 + number}\n"
-        os.write(_STDERR, message.encode())
-        faulthandler.dump_traceback(_STDERR)
-        os._exit(128 + number)
+        def end() -> None:
+            why = f"still running {deadline_s:g} s after the signal"
+            os.write(_STDERR, f"ckptctl: {why}: ending now, with code {code}\n".encode())
+            faulthandler.dump_traceback(_STDERR)
+            os._exit(code)
+
+        self._force_s = now_s + deadline_s
+        timer = threading.Timer(deadline_s, end)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)

@@ -1,11 +1,8 @@
 """Write the heartbeat of this rank for the `ckptctl run` that started the job.
 
-`Checkpointer` writes it; a script without one calls `heartbeat`. Without `ckptctl run` nothing
-is written, and no signal handler is set. The file is on the node itself, and an unchanged
-section is written once a second at most. No failure to write reaches the training.
-
-The folder is this user's, and nobody else can write it; the key of the attempt is in the
-environment. Both must be as they should be, or nothing is written.
+Without `ckptctl run` nothing is written, and no signal handler is set. The file is on the node
+itself. Its folder must be this user's, and the key of the attempt in the environment, or nothing
+is written. No failure to write reaches the training.
 """
 
 from __future__ import annotations
@@ -41,7 +38,10 @@ EVERY_S = 1.0
 """How often an unchanged section is written at most, in seconds."""
 
 _FIRST_FREE, _LAST_FREE = 35, 64
-"""Real-time signals; glibc uses 32 and 33, and 34 is `SIGRTMIN`, which programs take first."""
+"""Real-time signals; glibc uses 32 and 33, and 34 is `SIGRTMIN`, which programs take first.
+
+One is free that nothing in this process handles, ignores or blocks.
+"""
 
 
 def heartbeat(section: Reported | None = None, *, step: int | None = None) -> None:
@@ -104,7 +104,11 @@ def _opened() -> _HeartbeatWriter | None:
         folder = _opened_folder(path)
     except (OSError, StorageError):
         return None
-    writer = _HeartbeatWriter(folder, key, *_rank_and_size())
+    rank, size = cluster_context().rank or 0, None
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, size = int(distributed.get_rank()), int(distributed.get_world_size())
+    writer = _HeartbeatWriter(folder, key, rank, size)
     # A program that a rank starts inherits its environment, and must not report for it.
     if not writer.is_taken():
         return writer
@@ -124,17 +128,7 @@ def _opened_folder(path: str) -> HeldFolder:
     return folder_on_other_node(path)
 
 
-def _rank_and_size() -> tuple[int, int | None]:
-    """The rank of this process, and the number of ranks where the process group states it."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank()), int(distributed.get_world_size())
-    return cluster_context().rank or 0, None
-
-
 class _HeartbeatWriter:
-    """Writes the heartbeat of this process."""
-
     def __init__(self, folder: HeldFolder, key: str, rank: int, size: int | None) -> None:
         self._folder = folder
         self._key = key
@@ -148,7 +142,6 @@ class _HeartbeatWriter:
             self._beat["world_size"] = size
 
     def is_taken(self) -> bool:
-        """Whether another living process writes this file."""
         try:
             beat = read_heartbeat(self._folder.read(self._name, MAX_BYTES + 1), self._key)
         except (OSError, StorageError, OwnFileUnreadable):
@@ -157,7 +150,6 @@ class _HeartbeatWriter:
 
     @property
     def section(self) -> Reported:
-        """The section that was reported last."""
         return self._beat["section"]
 
     def beat(self, section: Reported | None, step: int | None) -> None:
@@ -206,7 +198,9 @@ class _HeartbeatWriter:
         """Set the handler that writes stacks once; withdraw it if the job uses its signal."""
         number = self._beat["stack_signal"]
         if self._stacks is None:
-            number = _free_signal()
+            used = signals_of(os.getpid(), "SigBlk", "SigIgn", "SigCgt")
+            free = range(_LAST_FREE, _FIRST_FREE - 1, -1)
+            number = next((n for n in free if not used >> (n - 1) & 1), None)
             if number is not None:
                 self._stacks = self._opened_stacks()
                 self._register(number)
@@ -223,10 +217,3 @@ class _HeartbeatWriter:
         if self._stacks is not None:
             # Not chained: system calls that it interrupts are restarted then.
             faulthandler.register(number, self._stacks, all_threads=True, chain=False)
-
-
-def _free_signal() -> int | None:
-    """A real-time signal that nothing in this process handles, ignores or blocks."""
-    used = signals_of(os.getpid(), "SigBlk", "SigIgn", "SigCgt")
-    free = (number for number in range(_LAST_FREE, _FIRST_FREE - 1, -1))
-    return next((number for number in free if not used >> (number - 1) & 1), None)

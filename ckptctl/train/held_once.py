@@ -1,15 +1,10 @@
 """State that a step holds once, though several ranks have it: check that they have the same.
 
-DCP saves an entry that several ranks have from one of them, whichever writes the least. Values
-that differ between ranks would be lost without an error. So all that the ranks would write under
-one name is compared before anything is written: first its form, then a quick digest of what more
-than one rank has, and where one differs a digest that depends on the values alone. If nothing but
-states of random generators differs, each rank saves its own; anything else is refused.
-
-`quick_digests` reads the memory of this machine in place, with several threads, and lets another
-device digest its own memory, from which one number a tensor is copied. It depends on the device
-and on the order of the elements in memory; `exact_digest` does not, and takes longer. No digest
-needs more than a few pieces of memory. NaN is equal to itself, bit by bit.
+DCP saves an entry that several ranks have from one of them: values that differ would be lost
+without an error. So all that the ranks would write under one name is compared before anything is
+written: its form, then a quick digest of what more than one rank has, and where one differs an
+exact digest, which depends on the values alone. If nothing but states of random generators
+differs, each rank saves its own; anything else is refused.
 
 Buffers that DDP gives from its lowest rank to the others in each forward pass may differ; those
 of the lowest rank are saved.
@@ -22,6 +17,7 @@ import io
 import os
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.formats.archive.writing import WRITABLE
+from ckptctl.formatting import and_more
 from ckptctl.records.slices import row_major
 from ckptctl.storage.in_flight import act_in_flight
 from ckptctl.train.rank_names import Path, matches, name_by_rank, rank_in, short_name, unit_of
@@ -104,7 +101,12 @@ class HeldOnce:
         units = {unit_of(path) for path in paths.values()} - {None} if per_rank else set()
         own = {unit for unit in units if unit and any(matches(unit, one) for one in per_rank)}
         # Each rank saves its shards anyway, under the name that they have together.
-        self._divided = {name for name, value in flat.items() if _is_divided(value)}
+        self._divided = {
+            name
+            for name, value in flat.items()
+            if hasattr(value, "local_shards")
+            or (hasattr(value, "to_local") and tuple(value.to_local().shape) != tuple(value.shape))
+        }
         if own:
             name_by_rank(state, own - {unit_of(paths[name]) for name in self._divided}, group.rank)
             flat, paths = flatten_state_dict(state)
@@ -139,7 +141,8 @@ class HeldOnce:
             return
         wrong = [entry for entry in self._entries if entry.key in different]
         ranks = group.from_all(lambda: {one.key: self._exact(one) for one in wrong})
-        self._name_generators(_check(ranks))
+        held = {unit_of(path) for path in self._paths.values()}
+        name_by_rank(self._state, _check(ranks) & held, self._rank)
 
     def _digests(self, shared: Sequence[bool]) -> bytes:
         """The quick digest of each entry that other ranks have, too; 0 of the others."""
@@ -168,10 +171,6 @@ class HeldOnce:
         ]
         return _Exact(entry.name, unit, (entry.form, both[0]), (entry.form, both[1]))
 
-    def _name_generators(self, units: Collection[Path]) -> None:
-        held = {unit_of(path) for path in self._paths.values()}
-        name_by_rank(self._state, [unit for unit in units if unit in held], self._rank)
-
 
 def _entries(flat: dict[str, Any], copied: Collection[str]) -> Iterator[_WriteEntry]:
     """What DCP would write of a flattened state; of a sharded tensor also its global form."""
@@ -192,13 +191,6 @@ def _entries(flat: dict[str, Any], copied: Collection[str]) -> Iterator[_WriteEn
         (shard,) = local_tensors(find_state_dict_object(flat, item.index))
         place = f"{name} at {tuple(about.chunk.offsets)}"
         yield _WriteEntry(name, number_of(place), str(tuple(about.chunk.sizes)), shard)
-
-
-def _is_divided(value: Any) -> bool:
-    """Whether a rank has a part of a tensor only."""
-    if hasattr(value, "to_local"):
-        return tuple(value.to_local().shape) != tuple(value.shape)
-    return hasattr(value, "local_shards")
 
 
 def _packed(numbers: Iterator[int] | Sequence[int]) -> bytes:
@@ -255,18 +247,13 @@ def _is_generator(value: Any) -> bool:
         return (kinds, lengths) in (([3], [625]), (["MT19937"], [624]))
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
         return False
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return any(_is_state_of(torch.Generator(device), value) for device in devices)
-
-
-def _is_state_of(generator: torch.Generator, value: torch.Tensor) -> bool:
-    if value.numel() != generator.get_state().numel():
-        return False
-    try:
-        generator.set_state(value.cpu())
-    except RuntimeError:
-        return False
-    return True
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        generator = torch.Generator(device)
+        if value.numel() == generator.get_state().numel():
+            with suppress(RuntimeError):
+                generator.set_state(value.cpu())
+                return True
+    return False
 
 
 def _check(ranks: Sequence[Mapping[int, _Exact]]) -> set[Path]:
@@ -292,12 +279,14 @@ def _check(ranks: Sequence[Mapping[int, _Exact]]) -> set[Path]:
 
 def _refusal(refused: Mapping[str, Mapping[int, _Exact]]) -> str:
     """What differs, between which ranks, and what to do about it."""
-    name, by_rank = min(refused.items(), key=lambda one: _order(one[0]))
-    others = sorted(one for one in refused if one != name)
-    ranks: dict[object, list[str]] = {}
-    for rank, one in by_rank.items():
-        ranks.setdefault(one.value, []).append(str(rank))
-    between = " and ".join(_some(each) for each in list(ranks.values())[:2])
+    kinds = ("train_state", "model")  # causes come before what follows from them
+    name = min(refused, key=lambda name: (*(not name.startswith(kind) for kind in kinds), name))
+    by_rank = refused[name]
+    others = sorted(refused.keys() - {name})
+    ranks: dict[object, list[int]] = {}
+    for rank, exact in by_rank.items():
+        ranks.setdefault(exact.value, []).append(rank)
+    between = " and ".join(f"{alike[0]}{and_more(alike)}" for alike in list(ranks.values())[:2])
     more = f"; so do {len(others)} more, such as {others[0]}" if others else ""
     unit = next(iter(by_rank.values())).unit
     kind, _, rest = name.partition(".")
@@ -311,48 +300,32 @@ def _refusal(refused: Mapping[str, Mapping[int, _Exact]]) -> str:
         what, then = rest, "give save() the same on all ranks"
     elif kind == "dataloader":
         what = f"the state of the dataloader ({rest})"
-        then = (
-            "give all ranks the same data set, seed and global batch"
-            if rest == "global"
-            else "ranks that share a dp_rank must take the same samples"
-        )
+        then = "ranks that share a dp_rank must take the same samples"
+        if rest == "global":
+            then = "give all ranks the same data set, seed and global batch"
     else:
-        what = (
-            f"the state of {name.replace('extra_tensors.', 'extra ').replace('extra.', 'extra ')}"
-        )
-        then = "make it equal on all ranks"
+        shown = name.replace("extra_tensors.", "extra ").replace("extra.", "extra ")
+        what, then = f"the state of {shown}", "make it equal on all ranks"
         then += "" if unit is None else f", or pass per_rank=[{short_name(unit)!r}]"
     return f"{what} differs between ranks {between}, and a step holds it once: {then}{more}"
 
 
-def _order(name: str) -> tuple[bool, bool, str]:
-    """Causes before what follows from them."""
-    return not name.startswith("train_state"), not name.startswith("model"), name
-
-
-def _some(ranks: Sequence[str]) -> str:
-    return ", ".join(ranks[:3]) + (f" ({len(ranks) - 3} more)" if len(ranks) > 3 else "")
-
-
 def copied_buffers(model: Any, state: Mapping[str, Any]) -> frozenset[str]:
     """The names in a step of the buffers that DDP copies to all ranks before each forward pass."""
-    if model is None:
-        return frozenset()
     copied = {
         buffer.data_ptr()
-        for module in model.modules()
+        for module in (() if model is None else model.modules())
         if isinstance(module, DistributedDataParallel) and module.broadcast_buffers
         for buffer in module.modules_buffers
         if buffer.numel()
     }
     return frozenset(
         f"model.{name}"
-        for name, one in state["model"].items()
-        if copied
-        and isinstance(one, torch.Tensor)
-        and not hasattr(one, "to_local")
-        and not hasattr(one, "local_shards")
-        and one.data_ptr() in copied
+        for name, value in (state["model"].items() if copied else ())
+        if isinstance(value, torch.Tensor)
+        and not hasattr(value, "to_local")
+        and not hasattr(value, "local_shards")
+        and value.data_ptr() in copied
     )
 
 
@@ -364,7 +337,6 @@ class LowestRankPlanner(DefaultSavePlanner):
         self._names = names
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What each rank writes; on rank 0 only."""
         seen: set[MetadataIndex] = set()
         plans = []
         for plan in all_plans:
@@ -398,7 +370,11 @@ def number_of(data: bytes | memoryview | str) -> int:
 
 
 def quick_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The quick digest of each tensor, in their order."""
+    """The quick digest of each tensor, in their order.
+
+    It depends on the device and on the order of the elements in memory. NaN is equal to itself.
+    Memory of this machine is read in place; one number a tensor is copied from another device.
+    """
     known: dict[int, list[int]] = {}
     long: dict[int, memoryview] = {}
     on_devices: dict[torch.device, dict[int, torch.Tensor]] = {}
@@ -456,16 +432,13 @@ def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     for part in parts_of(bits, n_most):
         words = part.reshape(-1).to(torch.int64, copy=True)
         # A difference of positions is one of hashes, also where all elements are 0.
-        words.mul_(_FACTORS[1]).add_(places[: len(words)]).add_(_wrapped(at * _FACTORS[0]))
+        first = (at * _FACTORS[0] + 2**63) % 2**64 - 2**63
+        words.mul_(_FACTORS[1]).add_(places[: len(words)]).add_(first)
         for shift, factor in zip((30, 27), _FACTORS[1:], strict=True):
             words.bitwise_xor_(words >> shift).mul_(factor)
         total += words.bitwise_xor_(words >> 31).sum()
         at += len(words)
     return total
-
-
-def _wrapped(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def exact_digest(tensor: torch.Tensor) -> int:

@@ -14,25 +14,20 @@ import os
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptctl.distributed.launcher import Cluster
 from ckptctl.distributed.process_table import own_process
 from ckptctl.errors import AlreadyExists, CkptctlError, OwnFileUnreadable, StorageError
 from ckptctl.findings import Report
 from ckptctl.formats.own.contract import Drift, drift, stated_by_one, terms_of
-from ckptctl.formats.own.files import (
-    ATTEMPTS_FOLDER,
-    REPORT_SUFFIX,
-    as_fields,
-    line_bytes,
-    utc_now,
-)
+from ckptctl.formats.own.files import ATTEMPTS_FOLDER, REPORT_SUFFIX, as_fields, line_bytes, utc_now
 from ckptctl.formats.own.ledger import (
     REPORT_SCHEMA,
     EndedLine,
@@ -65,12 +60,10 @@ def new_attempt(previous: str | None = None) -> str:
     microsecond after that.
     """
     now = datetime.datetime.now(datetime.UTC)
-    try:
+    with suppress(ValueError, OverflowError):  # no previous attempt, or its token is damaged
         time = (previous or "").partition("-")[0]
         before = datetime.datetime.strptime(f"{time}+0000", f"{_TIME}%z")
         now = max(now, before + datetime.timedelta(microseconds=1))
-    except (ValueError, OverflowError):  # no previous attempt, or its token is damaged
-        pass
     return f"{now.strftime(_TIME)}-{os.urandom(4).hex()}"
 
 
@@ -79,7 +72,7 @@ def clock_s() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def process_began_s() -> float:
+def _process_began_s() -> float:
     """When this process began, by `clock_s`; now where the system does not report it."""
     ticks = own_process().started
     return min(ticks / os.sysconf("SC_CLK_TCK") if ticks else math.inf, clock_s())
@@ -101,7 +94,7 @@ class Ledger:
     attempt: str
     rank: int = 0
     later: Store | None = None
-    began_s: float = field(default_factory=process_began_s)
+    began_s: float = field(default_factory=_process_began_s)
     _lines: list[bytes] = field(default_factory=list)
     _queue: SimpleQueue[bytes | Event | None] = field(default_factory=SimpleQueue)
     _thread: Thread | None = None
@@ -132,7 +125,6 @@ class Ledger:
             tried.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Drain, and end the thread."""
         self.drain(timeout_s)
         if self._thread is not None:
             self._queue.put(None)
@@ -179,6 +171,10 @@ def to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
+STATE_LISTS = ("restored", "derived", "lost")
+"""What a report states of the kinds of state."""
+
+
 def report_of(root: str, attempt: str | None, world_size: int) -> dict[str, Any]:
     """A report (schema `ckptctl.resume/1`) of a fresh run, of which nothing was restored."""
     return {
@@ -196,7 +192,7 @@ def report_of(root: str, attempt: str | None, world_size: int) -> dict[str, Any]
         "world_size": world_size,
         "saved_world_size": None,
         "previous_attempt": None,
-        "state": {"restored": [], "derived": [], "lost": []},
+        "state": {name: [] for name in STATE_LISTS},
         "cluster": None,
     }
 
@@ -220,7 +216,7 @@ def resume_document(job: Job, restored: Restored) -> dict[str, Any]:
             for over in decision.passed_over
         ],
         "saved_world_size": saved.world_size,
-        "state": restored.inventory.document(),
+        "state": {name: getattr(restored.inventory, name) for name in STATE_LISTS},
         "drift": [redacted_values(as_fields(each)) for each in _drift_of(job, restored)],
     }
 
@@ -230,13 +226,13 @@ def _drift_of(job: Job, restored: Restored) -> tuple[Drift, ...]:
     if restored.opened is None or not job.options.contract:
         return ()
     now, notes = terms_of(job.options.contract), restored.inventory.notes
+    why = f"{restored.opened.name} has no contract"
     try:
         saved = restored.opened.read_contract()
     except OwnFileUnreadable as error:
-        notes.append(f"{error.message}; the job is compared with none")
-        return ()
+        saved, why = None, error.message
     if saved is None:
-        notes.append(f"{restored.opened.name} has no contract; the job is compared with none")
+        notes.append(f"{why}; the job is compared with none")
         return ()
     if alone := stated_by_one(saved, now):
         notes.append(f"of the contract {alone}")
@@ -296,7 +292,8 @@ class RankAttempt:
     """One attempt of the job, on one of its ranks.
 
     `resumed` is the step that it loaded, `step` the current training step, `saved` the newest
-    step that is saved or being saved, `loss` the last one that was noted.
+    step that is saved or being saved, `loss` the last one that was noted. It `is_sound` while
+    neither a failure nor a loss that is not finite was noted on this rank.
     """
 
     token: Token
@@ -305,12 +302,12 @@ class RankAttempt:
     step: int = 0
     saved: int = 0
     loss: float | None = None
+    is_sound: bool = True
     cluster: Cluster | None = None
     _noted_s: float = -math.inf
     _stalled_s: float = 0.0
     _stalled_since_s: float | None = None
     _has_failed: bool = False
-    _has_lost_loss: bool = False
     _error: str | None = None
     _over: bool = False
     _hooks: tuple[Hook, Hook] | None = None
@@ -321,13 +318,7 @@ class RankAttempt:
         return None if self.resumed is None else self.resumed.number
 
     @property
-    def is_sound(self) -> bool:
-        """Whether neither a failure nor a loss that is not finite was noted on this rank."""
-        return not (self._has_failed or self._has_lost_loss)
-
-    @property
     def origin(self) -> Origin:
-        """The description of the attempt in the seals of its steps."""
         job, node = (self.cluster.job, self.cluster.node) if self.cluster else (None, None)
         return Origin(self.token.attempt, self.resumed_from, job or "", node or "")
 
@@ -359,7 +350,7 @@ class RankAttempt:
         self.step = step
         self.loss = self.loss if loss is None else loss
         is_lost = loss is not None and not math.isfinite(loss)
-        self._has_lost_loss |= is_lost
+        self.is_sound &= not is_lost
         if self.ledger.rank != 0:
             return
         if is_lost:
@@ -372,7 +363,7 @@ class RankAttempt:
         """Record the first failure only: later ones are its consequences."""
         if self._has_failed:
             return
-        self._has_failed = True
+        self._has_failed, self.is_sound = True, False
         self.record(FailedLine(step=self.step, evidence=evidence))
 
     def ended_by(self, error: BaseException) -> None:
@@ -381,10 +372,9 @@ class RankAttempt:
         evidence = signature_of(error)
         if evidence is not None:
             self.failed(evidence)
-        self._has_failed = True
+        self._has_failed, self.is_sound = True, False
 
     def watch(self) -> None:
-        """Install a hook that records an uncaught exception."""
         before = sys.excepthook
 
         def seen(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -437,31 +427,15 @@ def _class_of(error: BaseException) -> str:
     return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An attempt that failed soon after resuming from `step`.
+class Failures(NamedTuple):
+    """Attempts that failed with equal evidence soon after they had resumed from one save.
 
-    `metadata` are the SHA-256 of the metadata files that it loaded, by path.
+    `metadata` are the SHA-256 of the metadata files that they loaded, by path.
     """
 
-    attempt: str
-    step: int
     metadata: Mapping[str, str]
     evidence: str
-
-
-def failures_in(attempts: Attempts) -> Iterator[Failure]:
-    """Yield at most one failure per attempt: the first that has evidence."""
-    for attempt, lines in attempts:
-        resumed = next((line for line in lines if isinstance(line, ResumedLine)), None)
-        if resumed is None or resumed.step is None or resumed.metadata is None:
-            continue
-        for line in lines:
-            match line:
-                case FailedLine(step=int(at), evidence=str(evidence)):
-                    if 0 <= at - resumed.step <= WITHIN_STEPS:
-                        yield Failure(attempt, resumed.step, resumed.metadata, evidence)
-                        break
+    attempts: list[str]
 
 
 def read_failures(store: Store) -> Attempts:
@@ -469,22 +443,33 @@ def read_failures(store: Store) -> Attempts:
     return tuple(read_attempts(store, events=("resumed", "failed")))
 
 
-def proven(attempts: Attempts) -> Mapping[int, tuple[tuple[Failure, ...], ...]]:
+def proven(attempts: Attempts) -> Mapping[int, Sequence[Failures]]:
     """By step: the failures of at least two attempts with equal evidence after one save of it.
 
-    Evidence that also applies to another step is left out.
+    Of each attempt the first that has evidence counts. Evidence that also applies to another step
+    is left out.
     """
-    steps_of: dict[str, set[int]] = {}
-    held: dict[tuple[int, str, str], list[Failure]] = {}
-    for failure in failures_in(attempts):
-        steps_of.setdefault(failure.evidence, set()).add(failure.step)
-        save = repr(sorted(failure.metadata.items()))
-        held.setdefault((failure.step, save, failure.evidence), []).append(failure)
-    found: dict[int, list[tuple[Failure, ...]]] = {}
+    steps_of: dict[str, set[int]] = defaultdict(set)
+    held: dict[tuple[int, str, str], Failures] = {}
+    for attempt, lines in attempts:
+        resumed = next((line for line in lines if isinstance(line, ResumedLine)), None)
+        if resumed is None or resumed.step is None or resumed.metadata is None:
+            continue
+        save = repr(sorted(resumed.metadata.items()))
+        for line in lines:
+            match line:
+                case FailedLine(step=int(at), evidence=str(evidence)):
+                    if 0 <= at - resumed.step <= WITHIN_STEPS:
+                        steps_of[evidence].add(resumed.step)
+                        failures = Failures(resumed.metadata, evidence, [])
+                        failures = held.setdefault((resumed.step, save, evidence), failures)
+                        failures.attempts.append(attempt)
+                        break
+    found: dict[int, list[Failures]] = defaultdict(list)
     for (step, _, evidence), against in held.items():
-        if len(against) >= 2 and len(steps_of[evidence]) == 1:
-            found.setdefault(step, []).append(tuple(against))
-    return {step: tuple(each) for step, each in found.items()}
+        if len(against.attempts) >= 2 and len(steps_of[evidence]) == 1:
+            found[step].append(against)
+    return found
 
 
 def reject_proven(
@@ -505,7 +490,7 @@ def reject_proven(
             continue
         report = inspect_listed(store, named).report
         there = dict(report.digests)
-        failures = next((one for one in against[named.number] if one[0].metadata == there), None)
+        failures = next((one for one in against[named.number] if one.metadata == there), None)
         if failures is None:
             continue
         try:
@@ -514,20 +499,18 @@ def reject_proven(
                 named.name,
                 report,
                 MarkKind.REJECTED,
-                reason=f"{len(failures)} attempts that resumed from it failed in the same way "
-                "within "
-                f"{WITHIN_STEPS} steps: {failures[0].evidence}",
+                reason=f"{len(failures.attempts)} attempts that resumed from it failed in the same "
+                f"way within {WITHIN_STEPS} steps: {failures.evidence}",
                 evidence=[
-                    join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{one.attempt}.jsonl")
-                    for one in failures[:8]
+                    join_url(held.store.url, f"{ATTEMPTS_FOLDER}/{attempt}.jsonl")
+                    for attempt in failures.attempts[:8]
                 ],
             )
+            done.append((report, True))
         except StorageError:
             if store is held.store:
                 raise
             done.append((report, False))
-        else:
-            done.append((report, True))
     return tuple(done)
 
 

@@ -18,26 +18,19 @@ from ckptctl.errors import GpuFailed, RanksLost, UsageError
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 
-TIMEOUT_S = 60.0
-
+_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _SIDE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The result of checking one GPU: `fault` as text, None for a healthy GPU.
-
-    `free` and `total` are bytes of its memory, None if they could not be read.
-    """
+    """The result of checking one GPU: `fault` as text, None for a healthy GPU."""
 
     device: str
     fault: str | None
-    free: int | None = None
-    total: int | None = None
 
 
 class Liveness:
@@ -54,7 +47,7 @@ class Liveness:
     """
 
     def __init__(
-        self, *, every: int, timeout_s: float = TIMEOUT_S, group: ProcessGroup | None = None
+        self, *, every: int, timeout_s: float = _TIMEOUT_S, group: ProcessGroup | None = None
     ) -> None:
         if every < 1:
             raise UsageError(f"every is {every}; it must be 1 or more")
@@ -78,7 +71,7 @@ class Liveness:
         return True
 
 
-def ping(group: ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> float:
+def ping(group: ProcessGroup | None = None, *, timeout_s: float = _TIMEOUT_S) -> float:
     """Seconds until every rank had answered. Every rank calls it.
 
     Uses gloo first, which names the ranks that do not answer; then the process group of the
@@ -89,31 +82,21 @@ def ping(group: ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> 
     group = make_group() if group is None else group
     if group.size == 1:
         return 0.0
-    import torch.distributed as dist
-
-    began_s = time.monotonic()
-    try:
-        dist.monitored_barrier(group.handle, timedelta(seconds=timeout_s), wait_all_ranks=True)
-    except RuntimeError as error:
-        raise ranks_lost(error) from error
-    _reduce(dist.group.WORLD, timeout_s)
-    return time.monotonic() - began_s
-
-
-def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
-    """Reduce one number over the training's own process group, with a timeout."""
     import torch
     import torch.distributed as dist
 
+    world = dist.group.WORLD
     # A group may have gloo for the CPU and NCCL for the GPU; the latter can hang.
     on_gpu = "cuda:nccl" in dist.get_backend_config(world) and torch.cuda.is_available()
-    backend = "nccl" if on_gpu else dist.get_backend(world)
-    one = torch.ones(1, device="cuda" if on_gpu else "cpu")
+    began_s = time.monotonic()
     try:
-        work = dist.all_reduce(one, group=world, async_op=True)
+        dist.monitored_barrier(group.handle, timedelta(seconds=timeout_s), wait_all_ranks=True)
+        number = torch.ones(1, device="cuda" if on_gpu else "cpu")
         until_s = time.monotonic() + timeout_s
+        work = dist.all_reduce(number, group=world, async_op=True)
         while not work.is_completed():
             if time.monotonic() > until_s:
+                backend = "nccl" if on_gpu else dist.get_backend(world)
                 raise RanksLost(
                     f"the ranks answer over gloo, but {backend} gave no answer "
                     f"in {timeout_s:g} s: a GPU or its network hangs",
@@ -123,9 +106,12 @@ def _reduce(world: dist.ProcessGroup | None, timeout_s: float) -> None:
         work.wait()
     except RuntimeError as error:
         raise ranks_lost(error) from error
+    return time.monotonic() - began_s
 
 
-def check_gpu(device: int | str | None = None, *, timeout_s: float = TIMEOUT_S) -> GpuReport | None:
+def check_gpu(
+    device: int | str | None = None, *, timeout_s: float = _TIMEOUT_S
+) -> GpuReport | None:
     """Check that the GPU of this process computes correctly, and in time; None without a GPU.
 
     Multiplies two matrices of small whole numbers, whose product is known exactly. A GPU
@@ -153,9 +139,8 @@ def _poll(device: torch.device) -> GpuReport:
         product = torch.ones(_SIDE, _SIDE, device=device) @ rows.expand(_SIDE, _SIDE).T
         expected = float(sum(number % 7 for number in range(_SIDE)))
         wrong = int((product != expected).sum().item())
-        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return GpuReport(str(device), f"failed: {first[:200]}")
     fault = f"computes wrongly: {wrong:,} of {_SIDE * _SIDE:,} numbers" if wrong else None
-    return GpuReport(str(device), fault, free, total)
+    return GpuReport(str(device), fault)

@@ -12,25 +12,17 @@ import os
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat, Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formatting import and_more, command_line, counted
-from ckptctl.options import (
-    StorageKeywords,
-    StorageOptions,
-    options_from,
-)
+from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.fencing import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import join_url, open_store
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 _MIN_RECENT = 10  # fewer losses do not show the usual range
 
@@ -125,7 +117,12 @@ class LossGuard:
         storage: StorageOptions = StorageOptions(),
         **keywords: Unpack[StorageKeywords],
     ) -> None:
-        self._action = _known(action)
+        actions = [known.value for known in LossAction if known is not LossAction.GO_ON]
+        if action not in actions:
+            raise UsageError(
+                f"{str(action)!r} is not an action; expected one of {', '.join(actions)}"
+            )
+        self._action = LossAction(action)
         if not (spike_factor == 0 or spike_factor > 1):
             raise UsageError(f"spike_factor is {spike_factor}; it must be above 1, or 0 for none")
         for name, value in (("after", after), ("recent", recent)):
@@ -160,29 +157,22 @@ class LossGuard:
             self._first_bad = step
         self._in_a_row += 1
         named = worst % self._group.size
-        return self._bad(step, kind, named, self._describe(kind, value, named))
+        what = f"the loss is {value:g}"
+        if named != rank:
+            what = "the loss is not finite" if kind is LossKind.NOT_FINITE else "the loss is bad"
+        if kind is LossKind.SPIKE:
+            what += f", more than {self._factor:g} times the largest of the last ones"
+        what += f" (on rank {named})" if self._group.size > 1 else ""
+        return self._bad(step, kind, named, what)
 
     def _kind(self, value: float) -> LossKind:
         if not math.isfinite(value):
             return LossKind.NOT_FINITE
-        limit = self._limit()
-        return LossKind.SPIKE if limit is not None and value > limit else LossKind.SOUND
-
-    def _limit(self) -> float | None:
-        """The limit above which a loss is a spike; None if it cannot be determined."""
-        if not self._factor or len(self._recent) < _MIN_RECENT:
-            return None
-        highest = max(self._recent)
-        return highest * self._factor if highest > 0 else None
-
-    def _describe(self, kind: LossKind, value: float, rank: int) -> str:
-        here = rank == self._group.rank
-        what = f"the loss is {value:g}" if here else "the loss is bad"
-        if kind is LossKind.NOT_FINITE and not here:
-            what = "the loss is not finite"
-        if kind is LossKind.SPIKE:
-            what += f", more than {self._factor:g} times the largest of the last ones"
-        return what + (f" (on rank {rank})" if self._group.size > 1 else "")
+        if self._factor and len(self._recent) >= _MIN_RECENT:
+            highest = max(self._recent)
+            if highest > 0 and value > highest * self._factor:
+                return LossKind.SPIKE
+        return LossKind.SOUND
 
     def _bad(self, step: int, kind: LossKind, rank: int, what: str) -> GuardVerdict:
         stop = self._action is LossAction.STOP or self._in_a_row >= self._after
@@ -190,8 +180,8 @@ class LossGuard:
             return GuardVerdict(
                 step, self._action, kind, f"step {step}: {what}", rank, self._in_a_row
             )
-        rows = "" if self._in_a_row == 1 else f", the {_nth(self._in_a_row)} bad one in a row"
-        message = f"step {step}: {what}{rows}; do not resume from the newest step"
+        row = "" if self._in_a_row == 1 else f", {self._in_a_row:,} bad losses in a row"
+        message = f"step {step}: {what}{row}; do not resume from the newest step"
         rejected: tuple[str, ...] = ()
         command = None if self._root is None else _command_for(["pick", self._root], self._storage)
         if self._root is not None and self._group.is_first:
@@ -207,32 +197,15 @@ class LossGuard:
         )
 
 
-def _known(action: LossAction | str) -> LossAction:
-    words = [one.value for one in LossAction if one is not LossAction.GO_ON]
-    if action not in words:
-        raise UsageError(f"{str(action)!r} is not an action; expected one of {', '.join(words)}")
-    return LossAction(action)
-
-
-def _nth(number: int) -> str:
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    ending = "th" if 10 < number % 100 < 14 else endings.get(number % 10, "th")
-    return f"{number}{ending}"
-
-
 def _reject_since(
-    root: str,
-    first_bad: int,
-    reason: str,
-    storage: StorageOptions = StorageOptions(),
+    root: str, first_bad: int, reason: str, storage: StorageOptions
 ) -> tuple[str, ...]:
     """Reject the steps of `root` from `first_bad - 1` on, or else the newest; their addresses.
 
     The loss of step N is computed with the weights that step N - 1 left: a step saved at N
     - 1 or later is suspect. Without such a step, the newest one led to the bad loss and
-    would do so again. `ckptctl accept` undoes a rejection. If this process has resumed from
-    the root, it rejects only while it holds the root: the steps of a later attempt have
-    other weights.
+    would do so again. If this process has resumed from the root, it rejects only while it holds
+    the root: the steps of a later attempt have other weights.
 
     Raises `StorageError` if the root cannot be listed or a mark cannot be written, with the
     command that writes it, and `Fenced`. Cost: one listing, and an inspection and a write
@@ -247,14 +220,9 @@ def _reject_since(
         for address in addresses:
             if token is not None:
                 check_token(store, token)
+            by = "ckptctl.train.LossGuard"
             try:
-                mark(
-                    address,
-                    MarkKind.REJECTED,
-                    reason=reason,
-                    by="ckptctl.train.LossGuard",
-                    storage=storage,
-                )
+                mark(address, MarkKind.REJECTED, reason=reason, by=by, storage=storage)
             except CkptctlError as error:  # the other steps must not stay usable
                 failed.append((address, error))
         if failed:

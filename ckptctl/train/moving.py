@@ -1,10 +1,9 @@
 """Read a step that another program saved: each entry under the name that it has in this job.
 
-What an entry is decides `formats.frameworks.state_keys`, as for `ckptctl show`; what a script maps
-with `names=` comes first. Tensors of model and optimizer are named anew and loaded like those of
-any step. Everything else is small: it is read before, so that nothing is written to the objects of
-the script if the step cannot be loaded. State that is left in the step is refused by name, with
-the argument that loads it.
+`formats.frameworks.state_keys` decides what an entry is, unless the script maps it with `names=`.
+Tensors of model and optimizer are named anew and loaded like those of any step. Everything else is
+small: it is read before, so that nothing is written to the objects of the script if the step
+cannot be loaded. State that is left in the step is refused, with the argument that loads it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ from typing import Any, NamedTuple
 from ckptctl.errors import ModelDiffers, RecordUnsafe, StateRefused, UsageError
 from ckptctl.findings import Report
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import (
-    belongs_to_shards,
-    is_own,
-    layout_of,
-    step_name,
-)
+from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own, layout_of, step_name
 from ckptctl.formats.frameworks.parts import may_be_archive
 from ckptctl.formats.frameworks.state_keys import (
     SCALER_MARKS,
@@ -46,6 +40,7 @@ from ckptctl.inspection.train_state import likeliest_step, without_wrappers
 from ckptctl.model import STATE_KINDS, BytesEntry, Metadata, TensorEntry
 from ckptctl.options import TrainOptions
 from ckptctl.train.differences import accepted_losses
+from ckptctl.train.rank_names import Path
 from ckptctl.train.state import (
     GLOBAL_DATA,
     PARTS,
@@ -57,7 +52,6 @@ from ckptctl.train.state import (
     states_in,
 )
 
-Path = tuple[str | int, ...]
 Read = Mapping[str, Any]
 """The values of entries, by their names in the step."""
 NAMED = (*PARTS, "rng", "step", "tokens", "samples")
@@ -167,7 +161,6 @@ class ParameterNames(NamedTuple):
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> ParameterNames:
-        """That of the sharded state of one rank."""
         groups = state.get("optimizer", {}).get("param_groups", ())
         return ParameterNames(
             frozenset(state.get("model", ())), tuple(tuple(one["params"]) for one in groups)
@@ -186,15 +179,6 @@ class _StepEntry(NamedTuple):
     n_key: int
     kind: StateKind
     entry: TensorEntry | BytesEntry | None = None
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it is of one of the kinds of train state."""
-        return self.kind.names[0] in STATE_KINDS
-
-    def is_below(self, root: Path) -> bool:
-        """Whether its path begins so."""
-        return self.path[: len(root)] == root
 
     def tail(self, n_words: int) -> Path:
         """The path without its first words, of which one key may hold several."""
@@ -271,12 +255,11 @@ class Move:
         self._entries = self._recognized(())
         self._mapped = {kind: self._mapped_root(kind, key) for kind, key in names.items()}
         if names:
-            self._entries = self._recognized(
-                [
-                    (kind, _dotted(root[1:] or root if root[0] in beside.values else root))
-                    for kind, root in self._mapped.items()
-                ]
-            )
+            keys = {
+                kind: root[1:] or root if root[0] in beside.values else root
+                for kind, root in self._mapped.items()
+            }
+            self._entries = self._recognized([(kind, _dotted(key)) for kind, key in keys.items()])
         children: dict[Path, set[str | int]] = defaultdict(set)
         for entry in self._entries.values():
             children[entry.path[:-1]].add(entry.path[-1])
@@ -307,7 +290,13 @@ class Move:
         read = {**read, **self._in_files}
         made = {name: make(read, number) for name, make in self._makers.items()}
         values = {name: one.value for name, one in made.items() if one.value is not None}
-        left = [*self._left, *self._other_numbers(read)]
+        left = [*self._left]
+        numbers = [each for name in self._lists for each in read[name] if isinstance(each, int)]
+        n_own = len(self._by_number)
+        if numbers and len(numbers) != n_own:
+            text = f"optimizer of {counted(len(numbers), 'parameter')} by number"
+            remedy = f"this job's has {n_own or 'others on each rank'}; give it those of the run"
+            left.append(_Left("optimizer", text, remedy))
         left += [each for one in made.values() for each in one.left]
         notes = [*self._notes, *(one.note for one in made.values() if one.note)]
         if "train_state.step" not in values:
@@ -325,7 +314,11 @@ class Move:
                 next_command=command_line("show", chosen.url),
             )
         kinds = tuple(f"{one.kind}." for one in left if one.kind in PARTS)
-        small = self._bytes | {name: BytesEntry(name, None, _path_of(name)) for name in values}
+        small = dict(self._bytes)
+        for name in values:
+            words = name.split(".")
+            path = tuple(int(word) if word.isdecimal() else word for word in words)
+            small[name] = BytesEntry(name, None, path)
         tensors = {name: one for name, one in self._tensors.items() if not name.startswith(kinds)}
         held = {name: one for name, one in small.items() if not name.startswith(kinds)}
         saved = replace(self._saved, tensors=tensors, bytes_entries=held)
@@ -340,12 +333,12 @@ class Move:
         import torch
 
         tensors = self._saved.tensors
-        return {
-            name: torch.empty(tensors[name].shape, dtype=getattr(torch, tensors[name].dtype))
-            if name in tensors
-            else 0
-            for name in sorted(self._to_read)
-        }
+        values: dict[str, Any] = dict.fromkeys(sorted(self._to_read), 0)
+        for name in values.keys() & tensors.keys():
+            values[name] = torch.empty(
+                tensors[name].shape, dtype=getattr(torch, tensors[name].dtype)
+            )
+        return values
 
     # What the step holds
 
@@ -380,7 +373,6 @@ class Move:
         return entries
 
     def _mapped_root(self, kind: str, key: str) -> Path:
-        """Where the step holds what a script maps."""
         root = self._root_of_key(key)
         if root is None:
             keys = dict.fromkeys(one.key for one in self._entries.values())
@@ -441,10 +433,10 @@ class Move:
         return taken
 
     def _take_below(self, root: Path, *, read: bool = True) -> list[_StepEntry]:
-        return self._take([one for one in self._entries.values() if one.is_below(root)], read=read)
+        below = [entry for entry in self._entries.values() if entry.path[: len(root)] == root]
+        return self._take(below, read=read)
 
     def _place(self, entry: _StepEntry, path: Path) -> None:
-        """Give an entry of the step its name in this job."""
         name = _dotted(path)
         held = entry.entry
         if isinstance(held, TensorEntry):
@@ -495,25 +487,23 @@ class Move:
         part = self._parts.extra[name]
         with kept_random_states():
             own = part.state_dict()
-        items = []
         below = self._take_below(root, read=False)
         # A part of a step may hold a model or an optimizer below a key of its own.
         keys = {entry.path[len(root) : len(root) + 1] for entry in below}
         wrapper = keys.pop() if len(keys) == 1 else ()
         if wrapper in _WRAPPERS and isinstance(own, Mapping) and own and wrapper[0] not in own:
             root = (*root, *wrapper)
+        tails = {entry.name: entry.path[len(root) :] for entry in below}
         for entry in below:
-            tail = entry.path[len(root) :]
-            items.append((tail, entry.name))
-            if isinstance(entry.entry, TensorEntry) and tail:
-                self._place(entry, ("extra_tensors", name, _dotted(tail)))
+            if isinstance(entry.entry, TensorEntry) and tails[entry.name]:
+                self._place(entry, ("extra_tensors", name, _dotted(tails[entry.name])))
             else:
                 self._to_read.add(entry.name)
 
         def make(read: Read, _: int) -> _Made:
             held = [
                 (tail, read[each] if each in read else {TENSOR: _dotted(tail)})
-                for tail, each in items
+                for each, tail in tails.items()
             ]
             return _Made((_assembled(held, own, numbered=hasattr(part, "param_groups")),))
 
@@ -569,15 +559,6 @@ class Move:
         """What makes the names of a group's parameters of those or the numbers in the step."""
         return lambda read, _: _Made([self._parameter(str(each)) for each in read[name]])
 
-    def _other_numbers(self, read: Read) -> Iterator[_Left]:
-        """An optimizer by number whose numbers are of other parameters is left in the step."""
-        numbers = [each for name in self._lists for each in read[name] if isinstance(each, int)]
-        n_own = len(self._by_number)
-        if numbers and len(numbers) != n_own:
-            text = f"optimizer of {counted(len(numbers), 'parameter')} by number"
-            remedy = f"this job's has {n_own or 'others on each rank'}; give it those of the run"
-            yield _Left("optimizer", text, remedy)
-
     def _find_flat_group(
         self, name: str, group: Sequence[str], flat: Mapping[str, Mapping[str, Sequence[str]]]
     ) -> None:
@@ -600,24 +581,34 @@ class Move:
     def _find_value(self, kind: str) -> None:
         """A scheduler or scaler: one value here, which the step may divide among entries."""
         root = self._only(kind, self._roots(kind, self._of_kind(kind)))
-        if root is None:
-            return
-        own = state_of(getattr(self._parts, kind))
-        items = [(one.path[len(root) :], one.name) for one in self._take_below(root)]
+        if root is not None:
+            own = state_of(getattr(self._parts, kind))
+            below = self._take_below(root)
+            self._makers[kind] = self._value_of(
+                kind, root, below, own, lambda value: isinstance(value, Mapping | list)
+            )
+
+    def _value_of(
+        self,
+        kind: str,
+        root: Path,
+        entries: Iterable[_StepEntry],
+        own: Any,
+        is_of_class: Callable[[Any], bool],
+    ) -> _Maker:
+        """What makes the state of a part of some entries; another class leaves it in the step."""
+        items = [(entry.path[len(root) :], entry.name) for entry in entries]
 
         def make(read: Read, _: int) -> _Made:
-            value = _assembled([(tail, read[each]) for tail, each in items], own)
-            if not isinstance(value, Mapping | list):
-                return self._of_other_class(kind, root, value)
-            return _Made((value,))
+            value = _assembled([(tail, read[name]) for tail, name in items], own)
+            if is_of_class(value):
+                return _Made((value,))
+            text = f"{kind} as {self._name_of(root)}, of the class {type(value).__name__}"
+            part = type(getattr(self._parts, kind)).__name__
+            remedy = f"a {part} does not load it; pass the object that saved it"
+            return _Made(None, (_Left(kind, text, remedy),))
 
-        self._makers[kind] = make
-
-    def _of_other_class(self, kind: str, root: Path, value: Any) -> _Made:
-        text = f"{kind} as {self._name_of(root)}, of the class {type(value).__name__}"
-        part = getattr(self._parts, kind)
-        remedy = f"a {type(part).__name__} does not load it; pass the object that saved it"
-        return _Made(None, (_Left(kind, text, remedy),))
+        return make
 
     def _find_dataloader(self) -> None:
         entries = self._of_kind("dataloader")
@@ -645,18 +636,16 @@ class Move:
                 f"the step holds one {self._name_of(root)} for all ranks; each continues from it"
             )
         self._to_read.update(one.name for one in below)
-        items = [(one.path[len(root) :], one.name) for one in below]
+        is_global = self._parts.has_global_loader
 
-        def make(read: Read, _: int) -> _Made:
-            value = _assembled([(tail, read[each]) for tail, each in items], own)
-            is_global = isinstance(value, Mapping) and {"global_batch", "position"} <= value.keys()
-            if self._parts.has_global_loader and not is_global:
-                return self._of_other_class("dataloader", root, value)
-            return _Made((value,))
+        def is_of_class(value: Any) -> bool:
+            names = {"global_batch", "position"}
+            return not is_global or (isinstance(value, Mapping) and names <= value.keys())
 
-        key = GLOBAL_DATA if self._parts.has_global_loader else self._position.data_key
-        if items:
-            self._makers[f"dataloader.{key}"] = make
+        key = GLOBAL_DATA if is_global else self._position.data_key
+        if below:
+            made = self._value_of("dataloader", root, below, own, is_of_class)
+            self._makers[f"dataloader.{key}"] = made
 
     def _find_random_states(self) -> None:
         entries = self._take(self._of_kind("rng"), read=False)
@@ -736,14 +725,12 @@ class Move:
         self._front = root
         n_root = len(root)
         taken = ("model", "other") if root else ("model",)
+        below = [one for one in in_shards if tuple(one.name.split("."))[:n_root] == root]
         below = [
             one
-            for one in in_shards
-            if tuple(one.name.split("."))[:n_root] == root
-            and (
-                one.kind.names[0] in taken
-                or self._parameter(_dotted(one.tail(n_root))) in self._model
-            )
+            for one in below
+            if one.kind.names[0] in taken
+            or self._parameter(_dotted(one.tail(n_root))) in self._model
         ]
         for entry in self._take(below, read=False):
             tail = entry.tail(len(root))
@@ -771,7 +758,7 @@ class Move:
                 mapping = [f"names={{{kind!r}: {key!r}}} maps it" for kind in open_kinds[:1]]
                 text = f"{key}, which is not recognized"
                 self._left.append(_Left("extra", text, ", or ".join([*mapping, remedy])))
-            elif state := [one.kind.names[0] for one in entries if one.is_state]:
+            elif state := [kind for one in entries if (kind := one.kind.names[0]) in STATE_KINDS]:
                 is_of_part = state[0] in PARTS and state[0] not in self._parts.given
                 kind = state[0] if is_of_part else "extra"
                 remedy = f"pass {kind}= to Checkpointer" if is_of_part else remedy
@@ -865,10 +852,6 @@ def _leaves_in(value: Any, path: Path = ()) -> Iterator[tuple[Leaf, Any]]:
             yield from _leaves_in(one, (*path, number))
     else:
         yield Leaf(path, content="plain"), value
-
-
-def _path_of(name: str) -> Path:
-    return tuple(int(word) if word.isdecimal() else word for word in name.split("."))
 
 
 def _assembled(items: Sequence[tuple[Path, Any]], own: Any, *, numbered: bool = False) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptctl.formatting import counted
 from ckptctl.model import Metadata
-from ckptctl.train.rank_names import plain_name
+from ckptctl.train.rank_names import Path, plain_name
 
 
 def allocate_state(optimizer: Any) -> bool:
@@ -21,11 +21,22 @@ def allocate_state(optimizer: Any) -> bool:
     they take the step. One that demands a closure, as LBFGS does, makes no state.
     """
     import torch
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     if optimizer.state:
         return True
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return _made_by_a_step(optimizer)
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        try:
+            _init_optim_state(optimizer)
+        except Exception:  # noqa: BLE001 - the optimizer's own code, without a closure
+            optimizer.state.clear()
+            optimizer.zero_grad()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if "lr" in group:
+                    group["lr"] = rate
+            return False
+        return True
     for group in optimizer.param_groups:
         options = {name: group[name] for name in optimizer.defaults if name in group}
         alike: dict[object, Mapping[str, Any]] = {}
@@ -48,22 +59,6 @@ def allocate_state(optimizer: Any) -> bool:
     return True
 
 
-def _made_by_a_step(optimizer: Any) -> bool:
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    try:
-        _init_optim_state(optimizer)
-    except Exception:  # noqa: BLE001 - the optimizer's own code, without a closure
-        optimizer.state.clear()
-        optimizer.zero_grad()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if "lr" in group:
-                group["lr"] = rate
-        return False
-    return True
-
-
 @contextmanager
 def without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
     """Keep torch from taking a step of an optimizer that has no state, to make some.
@@ -72,14 +67,12 @@ def without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
     moments of an optimizer that starts later would then count a step more, and one that ignores
     `lr` would change the parameters. State of one parameter, also if it is empty, prevents that.
     """
-    firsts = [
-        (optimizer, parameter)
-        for optimizer in optimizers
-        for parameter in [one for group in optimizer.param_groups for one in group["params"]][:1]
-        if not optimizer.state
-    ]
-    for optimizer, parameter in firsts:
-        optimizer.state[parameter] = {}
+    firsts = []
+    for optimizer in optimizers:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if parameters and not optimizer.state:
+            firsts.append((optimizer, parameters[0]))
+            optimizer.state[parameters[0]] = {}
     try:
         yield
     finally:
@@ -148,10 +141,10 @@ def _as_saved(saved: Any, loaded: Any, own: Any) -> Any:
     return saved
 
 
-Leaf = tuple[tuple[int, ...], str] | None
+_Leaf = tuple[tuple[int, ...], str] | None
 """Shape and dtype of a tensor; None of any other value."""
 
-Form = dict[tuple[str | int, ...], Leaf]
+_Form = dict[Path, _Leaf]
 """What a value of optimizer state consists of, by path."""
 
 
@@ -166,9 +159,9 @@ def fit_state(optimizer: Mapping[str, Any], saved: Metadata, *, formless: bool) 
     A value of the same name may have another form after some steps: a tensor in place of None, a
     longer list. It gets that of the step, and so does all state if the optimizer is `formless`.
     """
-    there: dict[Any, dict[Any, Form]] = {}
+    there: dict[Any, dict[Any, _Form]] = {}
     options: dict[Any, set[Any]] = {}
-    entries: list[tuple[tuple[str | int, ...], Leaf]]
+    entries: list[tuple[Path, _Leaf]]
     entries = [(one.path, (one.shape, one.dtype)) for one in saved.tensors.values()]
     entries += [(one.path, None) for one in saved.bytes_entries.values()]
     for path, leaf in entries:
@@ -199,7 +192,7 @@ def _named(values: Mapping[Any, Any]) -> set[Any]:
     return {name for name, value in values.items() if _form_of(value)}
 
 
-def _form_of(value: Any) -> Form:
+def _form_of(value: Any) -> _Form:
     import torch
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -212,7 +205,7 @@ def _form_of(value: Any) -> Form:
     }
 
 
-def _of_form(form: Form, own: Any) -> Any:
+def _of_form(form: _Form, own: Any) -> Any:
     """A value of a form, with tensors to load into; `own` where a dict or shards are in it."""
     import torch
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict

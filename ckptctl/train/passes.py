@@ -2,12 +2,10 @@
 
 torchdata (0.11) saves how much of a pass was taken. The rest of a pass whose last batch was taken
 is empty, so a script that begins the next epoch after a resume would train nothing in it; one that
-continues the epoch of the step expects just that. Which of them a script is shows in the epoch
-that it sets, if a sampler or the data set has `set_epoch`. A sampler of another epoch than that of
-the step has another order, too.
+continues the epoch of the step expects just that. The epoch that a script sets shows which it is.
 
-The class of a loader is replaced by one that derives from it: scripts keep their loader, and it is
-its `__iter__` that begins a pass.
+The class of a loader is replaced by one that derives from it: scripts keep their loader, and its
+`__iter__` begins a pass.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import StateRefused
 from ckptctl.options import TrainOptions
 from ckptctl.train.samples import GlobalLoader, owner_of_epoch, samplers_of
-from ckptctl.train.state import kept_random_states, reseed
+from ckptctl.train.state import kept_random_states, leaves, reseed
 
 if TYPE_CHECKING:
     from ckptctl.train.data_ledger import DataLedger
@@ -37,6 +35,7 @@ _PASSES = "ckptctl_passes"
 """The attribute of a loader that is followed."""
 
 _END = object()
+_COUNTS = ("epoch", "before", "n_ended")
 
 
 class _RestoredEpoch(int):
@@ -103,9 +102,9 @@ class Passes:
 
     def record(self, *, finished: bool) -> dict[str, Any]:
         """What a step holds of the passes and the data, in plain values."""
-        numbers = {"epoch": self.epoch, "before": self.before, "n_ended": self.n_ended}
+        counts = {name: getattr(self, name) for name in _COUNTS}
         others = {"counters": list(self.counters), "data": dict(self.data)}
-        return {**numbers, "finished": finished, **others}
+        return {**counts, "finished": finished, **others}
 
     def load(self, state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
         """Continue the pass of a step, and set its epoch; returns what torchdata has to load."""
@@ -115,9 +114,9 @@ class Passes:
         # The step was saved before there were records, or before the first pass.
         if record is None or not loaded:
             return loaded
-        saved = SavedPass(*(record[name] for name in ("epoch", "before", "n_ended", "finished")))
-        self.epoch, self.before, self.n_ended = saved.epoch, saved.before, saved.n_ended
-        self.saved, self.counters = saved, record["counters"]
+        self.epoch, self.before, self.n_ended = (record[name] for name in _COUNTS)
+        self.saved = saved = SavedPass(self.epoch, self.before, self.n_ended, record["finished"])
+        self.counters = record["counters"]
         if "generator" in record and loader.generator is not None:
             loader.generator.set_state(record["generator"])
         owner = owner_of_epoch(loader)
@@ -130,12 +129,6 @@ class Passes:
             # torchdata would begin the next pass by itself, with another seed of its workers.
             loaded["_iterator_finished"] = False
         return {} if self.n_to_skip else loaded
-
-    def check_rest(self, saved: SavedPass, loader: Any) -> None:
-        """Raise `StateRefused` if the script continues a pass in the order of another epoch."""
-        owner = owner_of_epoch(loader)
-        if owner is not None and saved.epoch not in (None, owner.epoch):
-            self._refuse_epoch("within", saved, owner)
 
     def begins_next(self, saved: SavedPass, loader: Any) -> bool:
         """Whether the script, after a pass that has ended, expects the next one.
@@ -152,7 +145,7 @@ class Passes:
                 return False
             known = before is not None and owner.epoch != 2 * epoch - before
             if owner.epoch <= epoch or known:
-                self._refuse_epoch("at the end of", saved, owner)
+                self.refuse_epoch("at the end of", saved, owner)
             return True
         if saved.finished:
             return True
@@ -172,7 +165,8 @@ class Passes:
                 )
         return True
 
-    def _refuse_epoch(self, where: str, saved: SavedPass, owner: Any) -> None:
+    def refuse_epoch(self, where: str, saved: SavedPass, owner: Any) -> None:
+        """Raise `StateRefused` for the epoch that the script has set, unless it is accepted."""
         self._refuse(
             f"the step was saved {where} epoch {saved.epoch} of the {type(owner).__name__}, and "
             f"the script has set epoch {owner.epoch}: samples would be repeated or left out. "
@@ -190,20 +184,6 @@ class Passes:
 def _epoch_of(loader: Any) -> int | None:
     owner = owner_of_epoch(loader)
     return None if owner is None else int(owner.epoch)
-
-
-@contextmanager
-def _random_numbers_kept(generator: Any) -> Iterator[None]:
-    """Undo what is drawn as the rest of a pass begins.
-
-    A pass draws the seed of its workers when it begins, and was counted once. If it were drawn
-    again, all that is drawn later would differ from an uninterrupted run.
-    """
-    state = None if generator is None else generator.get_state()
-    with kept_random_states():
-        yield
-    if generator is not None:
-        generator.set_state(state)
 
 
 def _n_to_skip(state: Mapping[str, Any]) -> int:
@@ -257,11 +237,9 @@ def follow_all(
         place, data = ranks[group.rank][number]
         others = [rank[number] for rank in ranks if number < len(rank)]
         same = [other for where, other in others if where == place]
-        data = {
-            name: value
-            for name, value in data.items()
-            if all(other.get(name) == value for other in same)
-        }
+        for name in [*data]:
+            if any(other.get(name) != data[name] for other in same):
+                del data[name]
         if isinstance(loader, GlobalLoader):
             loader.data = data
             continue
@@ -280,19 +258,13 @@ def _numbers_of(extra: Mapping[str, Any]) -> dict[str, int]:
     import torch
 
     others = (torch.nn.Module, torch.optim.Optimizer, GlobalLoader)
-    found: dict[str, int] = {}
-    for name, part in extra.items():
-        if not isinstance(part, others) and passes_of(part) is None:
-            found.update(_numbers(part.state_dict(), name))
-    return found
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    if type(value) is int:
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _numbers(one, f"{name}.{key}")
+    own = {
+        name: part.state_dict()
+        for name, part in extra.items()
+        if not isinstance(part, others) and passes_of(part) is None
+    }
+    values = (leaf for name, state in own.items() for leaf in leaves(state, name, in_tuples=True))
+    return {name: value for name, value in values if type(value) is int}
 
 
 def _followed(base: Any) -> type:
@@ -306,10 +278,15 @@ def _followed(base: Any) -> type:
                 passes.begin(_epoch_of(self), ended=self._is_finished())
                 begun = iter(super().__iter__())
                 return begun if passes.data_ledger is None else self._recorded(passes, begun)
-            with _random_numbers_kept(self.generator):
+            # A pass draws the seed of its workers when it begins, and was counted once. If it were
+            # drawn again, all that is drawn later would differ from an uninterrupted run.
+            drawn = None if self.generator is None else self.generator.get_state()
+            with kept_random_states():
                 rest = super().__iter__()
                 for _ in range(passes.n_to_skip):
                     next(rest, None)
+            if drawn is not None:
+                self.generator.set_state(drawn)
             return self._recorded(passes, self._continued(passes, saved, rest))
 
         def _get_iterator(self) -> Any:
@@ -332,7 +309,9 @@ def _followed(base: Any) -> type:
             """The rest of the pass of a step, or the next pass."""
             first = next(rest, _END)
             if first is not _END and not saved.finished:
-                passes.check_rest(saved, self)
+                owner = owner_of_epoch(self)
+                if owner is not None and saved.epoch not in (None, owner.epoch):
+                    passes.refuse_epoch("within", saved, owner)  # the order of another epoch
             elif passes.begins_next(saved, self):
                 passes.begin(_epoch_of(self), ended=True)
                 if first is _END:
@@ -408,14 +387,9 @@ class _IndexedData:
         return getattr(self.ckptctl_dataset, name)
 
 
-class _IndexedCollate:
-    """The function that makes a batch of samples, for samples with their indices."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: IndexedBatch) -> IndexedBatch:
-        return IndexedBatch(samples.ids, self._collate(samples.batch))
+def _indexed(collate: Callable[[Any], Any], samples: IndexedBatch) -> IndexedBatch:
+    """What makes a batch of samples, for samples with their indices."""
+    return IndexedBatch(samples.ids, collate(samples.batch))
 
 
 def has_ids(loader: Any) -> bool:
@@ -439,7 +413,7 @@ def ids_returned(loader: Any, *, wanted: bool) -> Iterator[None]:
     fields = loader.__dict__  # a loader refuses another data set
     before = fields["dataset"], fields["collate_fn"]
     fields["dataset"] = _IndexedData(before[0])
-    fields["collate_fn"] = _IndexedCollate(before[1])
+    fields["collate_fn"] = partial(_indexed, before[1])
     try:
         yield
     finally:
@@ -457,9 +431,11 @@ def samples_of_epoch(loader: Any, dp_size: int) -> int | None:
     n, sampler = len(loader.dataset), loader.sampler
     if loader.batch_size is None and loader.batch_sampler is not None:
         return None
+    kind = type(sampler)
+    is_of_torchdata = kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata.")
     if isinstance(sampler, DistributedSampler):
         n_shares = sampler.num_replicas
-    elif isinstance(sampler, SequentialSampler | RandomSampler) or _is_shuffled(sampler):
+    elif is_of_torchdata or isinstance(sampler, SequentialSampler | RandomSampler):
         n_shares = 1
         if getattr(sampler, "replacement", False) or getattr(sampler, "num_samples", n) != n:
             return None
@@ -467,11 +443,6 @@ def samples_of_epoch(loader: Any, dp_size: int) -> int | None:
         return None
     drops = loader.drop_last and loader.batch_size and (n // n_shares) % loader.batch_size
     return None if n_shares != dp_size or n % n_shares or drops else n
-
-
-def _is_shuffled(sampler: Any) -> bool:
-    kind = type(sampler)
-    return kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata.")
 
 
 def as_ids(indices: Sequence[Any]) -> list[Any]:
@@ -563,7 +534,7 @@ def edge_samples_digest(loader: Any) -> str | None:
         worker["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
     try:
         with kept_random_states():
-            _seed()
+            reseed(0, 0, 0)  # the generators that transforms use, alike in each attempt
             first_and_last: Any = [0, len(dataset) - 1]
             read = DataLoader(
                 dataset, batch_size=None, sampler=first_and_last, collate_fn=digest_of, **worker
@@ -574,14 +545,9 @@ def edge_samples_digest(loader: Any) -> str | None:
 
 
 def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
-    _seed()
+    reseed(0, 0, 0)
     if then is not None:
         then(worker)
-
-
-def _seed() -> None:
-    """Seed the generators that transforms use, alike in each attempt."""
-    reseed(0, 0, 0)
 
 
 def digest_of(sample: Any) -> str:

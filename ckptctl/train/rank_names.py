@@ -11,12 +11,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
-from ckptctl.model import BytesEntry, Metadata, TensorEntry
+from ckptctl.model import Metadata
 
 Path = tuple[str | int, ...]
-_Entry = TypeVar("_Entry", TensorEntry, BytesEntry)
 
 _OF_RANK = re.compile(r"\.?@rank_(\d+)(?=\.|$)")
 _KINDS = {
@@ -80,25 +79,16 @@ def name_by_rank(state: dict[str, Any], units: Collection[Path], rank: int) -> N
 
 def seen_by(saved: Metadata, rank: int) -> tuple[Metadata, Mapping[str, str]]:
     """A step with the names of a rank's own entries as all ranks have them, and the names in it."""
-    own = {
-        plain_name(name): name
-        for entries in (saved.tensors, saved.bytes_entries)
-        for name in entries
-        if rank_in(name) == rank
-    }
+    names = (*saved.tensors, *saved.bytes_entries)
+    own = {plain_name(name): name for name in names if rank_in(name) == rank}
     if not own:
         return saved, own
-    tensors: dict[str, TensorEntry] = dict(saved.tensors)
-    values: dict[str, BytesEntry] = dict(saved.bytes_entries)
+    tensors: dict[str, Any] = dict(saved.tensors)
+    values: dict[str, Any] = dict(saved.bytes_entries)
     for plain, name in own.items():
-        if name in tensors:
-            tensors[plain] = _plain(tensors.pop(name))
-        else:
-            values[plain] = _plain(values.pop(name))
+        entries = tensors if name in tensors else values
+        entry = entries.pop(name)
+        keys = (plain_name(key) if isinstance(key, str) else key for key in entry.path)
+        path = tuple(key for key in keys if key != "")
+        entries[plain] = replace(entry, fqn=plain, path=path)
     return replace(saved, tensors=tensors, bytes_entries=values), own
-
-
-def _plain(entry: _Entry) -> _Entry:
-    keys = (plain_name(key) if isinstance(key, str) else key for key in entry.path)
-    path = tuple(key for key in keys if key != "")
-    return replace(entry, fqn=plain_name(entry.fqn), path=path)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NoReturn, Unpack
 
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -67,9 +67,6 @@ from ckptctl.storage.contract import ShortRead, TooLarge
 from ckptctl.storage.opening import open_store, parent_url
 from ckptctl.train.safe_values import safe_copy
 from ckptctl.train.tensor_copy import TensorSink, copy_from_record, is_plain, memory_of, signed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _WAITING_BYTES = 64 << 20
 """The most bytes of tensors that a planner allocates for the load and takes back."""
@@ -149,10 +146,12 @@ class Reader(StorageReader):
         self._jobs = jobs
         (self._storage,) = options_from(keywords, storage)
         self.loaded = LoadCounts()
-        self._load_id = ""
         self._given: OpenStep | None = None
         self._stated: Metadata | None = None
         self._step: OpenStep | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._metadata: Metadata | None = None
         self._rank_local: RankLocal | None = None
         self._refused: CkptctlError | None = None
@@ -160,7 +159,7 @@ class Reader(StorageReader):
         self._plan: _PackedPlan | None = None
         self._items: tuple[ReadItem, ...] = ()
         self._numbered: dict[int, list[ReadItem]] = {}
-        self._forget()
+        self._load_id = str(uuid.uuid4())
 
     @classmethod
     def of(cls, opened: OpenStep, metadata: Metadata | None = None) -> Reader:
@@ -253,7 +252,6 @@ class Reader(StorageReader):
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -262,24 +260,29 @@ class Reader(StorageReader):
         # may have allocated them for this.
         makes_none = type(planner).commit_tensor is DefaultLoadPlanner.commit_tensor
         wanted = self._numbered if self._is_own(plan) else self._by_number(plan.items)
-        load = _Load(Damage(self._opened(), self._ranges()), planner, wanted, self._safe_types)
+        opened, ranges = self._opened(), self._ranges()
+        load = _Load(opened, ranges, planner, wanted, self._safe_types)
         loads = SliceLoads(
-            RecordSource(self._opened().store, self._opened().name, self._ranges()),
+            RecordSource(opened.store, opened.name, ranges),
             load,
             prove_slices=self._verify == "always",
             jobs=self._jobs,
             most_waiting=None if makes_none else _WAITING_BYTES,
         )
         self.loaded = loads.counts
-        load.run(loads)
+        load.check_paths()
+        try:
+            with collector_paused():  # one collection takes as long as reading a gigabyte
+                loads.load(
+                    {n: [_ReadTarget(item, load) for item in items] for n, items in wanted.items()}
+                )
+        except LinkNotFollowed:
+            raise  # nothing is known about the file, and no older step replaces this one
+        except (PathNotFound, PathEscape, ShortRead) as error:
+            raise load.missing(error) from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _forget(self) -> None:
-        self._metadata = self._rank_local = self._refused = self._table = self._plan = None
-        self._items, self._numbered = (), {}
-        self._load_id = str(uuid.uuid4())
 
     def _opened(self) -> OpenStep:
         if self._step is None:
@@ -304,30 +307,38 @@ class Reader(StorageReader):
         return self._plan is not None and tuple(plan.items) == self._items
 
     def _by_number(self, items: Sequence[ReadItem]) -> dict[int, list[ReadItem]]:
-        """The items of a plan by the numbers of their ranges."""
-        ranges, chunks = self._ranges(), ChunkNumbers(self._decoded())
+        ranges, tensors = self._ranges(), self._decoded().tensors
         first = {
             entry.fqn: number
             for entry, number in zip(ranges.entries, ranges.first_range, strict=True)
         }
+        by_offsets: dict[str, dict[tuple[int, ...], int]] = {}
+
+        def chunk_of(index: torch_metadata.MetadataIndex) -> int:
+            chunks = tensors[index.fqn].chunks
+            offsets, hint = tuple(index.offset or ()), index.index
+            if hint is not None and 0 <= hint < len(chunks) and chunks.offsets_of(hint) == offsets:
+                return hint
+            if index.fqn not in by_offsets:
+                by_offsets[index.fqn] = {
+                    chunks.offsets_of(number): number for number in reversed(range(len(chunks)))
+                }
+            return by_offsets[index.fqn][offsets]
+
         numbered: dict[int, list[ReadItem]] = {}
         for item in items:
             index = item.storage_index
             is_bytes = item.type == LoadItemType.BYTE_IO
             try:
-                number = first[index.fqn] + (0 if is_bytes else chunks.of(index))
+                number: int | None = first[index.fqn] + (0 if is_bytes else chunk_of(index))
             except KeyError:
-                raise self._no_range(index) from None
-            if ranges.files[number] == NO_FILE:
-                raise self._no_range(index)
+                number = None
+            if number is None or ranges.files[number] == NO_FILE:
+                at = "" if index.offset is None else f" at {tuple(index.offset)}"
+                message = f"the metadata has no byte range for it{at}"
+                raise self._damaged(Finding("range.missing", index.fqn, message))
             numbered.setdefault(number, []).append(item)
         return numbered
-
-    def _no_range(self, index: torch_metadata.MetadataIndex) -> StepDamaged:
-        at = "" if index.offset is None else f" at {tuple(index.offset)}"
-        return self._damaged(
-            Finding("range.missing", index.fqn, f"the metadata has no byte range for it{at}")
-        )
 
     def _damaged(self, finding: Finding) -> StepDamaged:
         command = command_line("verify", self._path)
@@ -335,8 +346,6 @@ class Reader(StorageReader):
 
 
 class _ReadTarget:
-    """An item of torch's plan, as a target of the record engine: a slice of one tensor."""
-
     def __init__(self, item: ReadItem, load: _Load) -> None:
         self.elements = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
         self._item = item
@@ -359,19 +368,17 @@ class _ReadTarget:
         return self._resolved
 
     def memory_for(self, stub: TensorStub) -> memoryview | None:
-        """See `Target.memory_for`."""
         self._resolved = target = self._target.detach()
         return memory_of(target) if target.dtype == torch_dtype(stub.dtype) else None
 
     def copy(self, record: TensorRecord) -> None:
-        """See `Target.copy`."""
         # A copy into a quantized tensor sets its scales too; an alias would keep its own.
         if QUANTIZED not in record.stub.signs:
             self._resolved = self._target.detach()
         copy_from_record(record, self.elements, self._target)
 
     def sink(self, record: TensorRecord) -> TensorSink:
-        """See `Target.sink`; what cannot be read in place is copied from a buffer at the end."""
+        # What cannot be read in place is copied from a buffer at the end.
         stub, dtype, order = record.stub, torch_dtype(record.stub.dtype), record.order
         assert dtype is not None and order is not None  # noqa: S101, PT018 - it was opened with both
         self._resolved = target = self._target.detach()
@@ -382,67 +389,47 @@ class _ReadTarget:
         return TensorSink(stub.shape, self.elements, order, dtype, target)
 
     def finish(self) -> None:
-        """See `Target.finish`."""
         if self._buffered is not None:
             self._target.copy_(signed(*self._buffered))
             self._buffered = None
         self._load.planner.commit_tensor(self._item, self._target)
 
 
+@dataclass
 class _Load(Caller):
     """One load of a part for torch's planner, as the caller of the record engine."""
 
-    def __init__(
-        self,
-        damage: Damage,
-        planner: LoadPlanner,
-        wanted: Mapping[int, Sequence[ReadItem]],
-        safe_types: Sequence[object],
-    ) -> None:
-        self.planner = planner
-        self.resolve = _resolver(planner)
-        self.devices: set[torch.device] = set()
-        self._damage = damage
-        self._wanted = wanted
-        self._safe_types = safe_types
+    _opened: OpenStep
+    _ranges: Ranges
+    planner: LoadPlanner
+    _wanted: Mapping[int, Sequence[ReadItem]]
+    _safe_types: Sequence[object]
+    devices: set[torch.device] = field(default_factory=set)
 
-    def run(self, loads: SliceLoads) -> None:
-        """Load all items.
-
-        Raises `StepDamaged` for a damaged step, `RecordUnsafe` for an entry that may not be
-        unpickled. Other storage errors are passed on. After an error the content of the
-        tensors is undefined.
-        """
-        self._damage.check_paths(self._wanted)
-        try:
-            with collector_paused():  # one collection takes as long as reading a gigabyte
-                loads.load(
-                    {
-                        n: [_ReadTarget(item, self) for item in items]
-                        for n, items in self._wanted.items()
-                    }
-                )
-        except LinkNotFollowed:
-            raise  # nothing is known about the file, and no older step replaces this one
-        except (PathNotFound, PathEscape, ShortRead) as error:
-            raise self._damage.missing(error, self._wanted) from error
+    def __post_init__(self) -> None:
+        self.resolve = _resolver(self.planner)
 
     def item_bytes(self, stub: TensorStub) -> int:
-        """See `Caller.item_bytes`."""
         found = torch_dtype(stub.dtype)
         if found is None:
             raise Unfit("format.unsupported", f"torch {torch.__version__} has no {stub.dtype}")
         return found.itemsize
 
     def take_value(self, number: int, data: bytes) -> None:
-        """See `Caller.take_value`."""
-        fqn = self._damage.ranges.owner(number).entry.fqn
+        fqn = self._ranges.owner(number).entry.fqn
         for item in self._wanted[number]:
             self.planner.load_bytes(item, safe_copy(data, fqn, self._safe_types))
 
     def damage(self, number: int, error: RecordUnreadable | Unfit) -> StepDamaged:
-        """See `Caller.damage`."""
-        return self._damage.record(number, error.code, error.message)
+        ranges = self._ranges
+        if error.code == "record.framing" and holds_safetensors(ranges):
+            return self._found(next(check_sizes(ranges)))
+        start = ranges.starts[number]
+        message = (
+            f"the record of {ranges.owner(number).name}, bytes {start:,} to "
+            f"{start + ranges.lengths[number]:,}, {SAYS[error.code][0]}: {error.message}"
+        )
+        return self._found(Finding(error.code, self._file(number), message))
 
     def before_reading(self) -> None:
         """Wait for the devices, so that no earlier kernel still writes to the tensors."""
@@ -450,6 +437,35 @@ class _Load(Caller):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self.devices.clear()
+
+    def check_paths(self) -> None:
+        """Raise `StepDamaged` if the file of a record lies outside the step."""
+        for name in {self._file(number) for number in self._wanted}:
+            reason = escape_reason(name)
+            if reason is not None:
+                message = f"the path {reason}, and was not followed"
+                raise self._found(Finding("path.escape", name, message))
+
+    def missing(self, error: Exception) -> StepDamaged:
+        """The error for a file that is missing, truncated or a link. Cost: one listing."""
+        needed = {self._file(number) for number in self._wanted}
+        # List again: the state after the failed read matters.
+        for finding in check_presence(self._ranges, self._opened.list_again()):
+            if finding.severity is Severity.FAULT and finding.where in needed:
+                return self._found(finding)
+        message = (
+            f"it changed while it was loaded ({error}): another process writes or deletes there"
+        )
+        return self._found(Finding("step.changed", "", message))
+
+    def _found(self, finding: Finding) -> StepDamaged:
+        """A finding as an error, with the command that inspects the whole step."""
+        url = self._opened.url
+        command = command_line("verify", url, "--level", "content")
+        return StepDamaged(url, replace(finding, next_command=command))
+
+    def _file(self, number: int) -> str:
+        return self._ranges.file_names[self._ranges.files[number]]
 
 
 def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
@@ -471,55 +487,6 @@ def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
         return target
 
     return resolve
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Errors about the records of one part, whose `ranges` are those of its metadata."""
-
-    opened: OpenStep
-    ranges: Ranges
-
-    def record(self, number: int, code: str, reason: str) -> StepDamaged:
-        """The error for a damaged record, that of range `number`."""
-        ranges = self.ranges
-        if code == "record.framing" and holds_safetensors(ranges):
-            return self.finding(next(check_sizes(ranges)))
-        start = ranges.starts[number]
-        message = (
-            f"the record of {ranges.owner(number).name}, bytes {start:,} to "
-            f"{start + ranges.lengths[number]:,}, {SAYS[code][0]}: {reason}"
-        )
-        return self.finding(Finding(code, self._file(number), message))
-
-    def check_paths(self, numbers: Iterable[int]) -> None:
-        """Raise `StepDamaged` if the file of a record lies outside the step."""
-        for name in {self._file(number) for number in numbers}:
-            reason = escape_reason(name)
-            if reason is not None:
-                message = f"the path {reason}, and was not followed"
-                raise self.finding(Finding("path.escape", name, message))
-
-    def missing(self, error: Exception, numbers: Iterable[int]) -> StepDamaged:
-        """The error for a file that is missing, truncated or a link. Cost: one listing."""
-        needed = {self._file(number) for number in numbers}
-        # List again: the state after the failed read matters.
-        for finding in check_presence(self.ranges, self.opened.list_again()):
-            if finding.severity is Severity.FAULT and finding.where in needed:
-                return self.finding(finding)
-        message = (
-            f"it changed while it was loaded ({error}): another process writes or deletes there"
-        )
-        return self.finding(Finding("step.changed", "", message))
-
-    def finding(self, finding: Finding) -> StepDamaged:
-        """A finding as an error, with the command that inspects the whole step."""
-        url = self.opened.url
-        command = command_line("verify", url, "--level", "content")
-        return StepDamaged(url, replace(finding, next_command=command))
-
-    def _file(self, number: int) -> str:
-        return self.ranges.file_names[self.ranges.files[number]]
 
 
 # The metadata of a step, in the classes of torch's planners
@@ -590,26 +557,6 @@ def _tensor(entry: TensorEntry) -> torch_metadata.TensorStorageMetadata:
     )
 
 
-class ChunkNumbers:
-    """The numbers of chunks by torch's index of them."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._tensors = metadata.tensors
-        self._by_offsets: dict[str, dict[tuple[int, ...], int]] = {}
-
-    def of(self, index: torch_metadata.MetadataIndex) -> int:
-        """The number of the chunk of an index; raises `KeyError`."""
-        chunks = self._tensors[index.fqn].chunks
-        offsets, hint = tuple(index.offset or ()), index.index
-        if hint is not None and 0 <= hint < len(chunks) and chunks.offsets_of(hint) == offsets:
-            return hint
-        if index.fqn not in self._by_offsets:
-            self._by_offsets[index.fqn] = {
-                chunks.offsets_of(number): number for number in reversed(range(len(chunks)))
-            }
-        return self._by_offsets[index.fqn][offsets]
-
-
 class RefusedMetadata(torch_metadata.Metadata):
     """Metadata that could not be read, and raises the error on access.
 
@@ -626,7 +573,6 @@ class RefusedMetadata(torch_metadata.Metadata):
         return super().__getattribute__(name)
 
     def refuse(self) -> NoReturn:
-        """Raise the error."""
         raise self.error
 
 
@@ -662,47 +608,51 @@ def read_step_metadata(opened: OpenStep) -> Metadata | RankLocal:
     except LinkNotFollowed:
         raise
     except (PathNotFound, PathEscape, TooLarge, MetadataUnreadable, MetadataUnsafe) as error:
-        return _inspected(opened, error)
-
-
-def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
-    files = opened.files
-    paths = [file.path for file in files]
-    has_metadata = any(path == METADATA or rank_local_rank(path) is not None for path in paths)
-    if not has_metadata and any(path.endswith(".safetensors") for path in paths):
-        message = (
-            "its tensors are in safetensors files, without DCP metadata; torch's "
-            "HuggingFaceStorageReader loads them"
-        )
-        raise StepDamaged(opened.url, Finding("format.unsupported", "", message)) from error
-    part = Part("", PartFormat.DCP, tuple(files))
-    by_rank: dict[int, Metadata] = {}
-    for found in read_metadata(OpenPart(opened, part)):
-        if isinstance(found, Metadata) and found.rank is not None:
-            by_rank[found.rank] = found
-        elif isinstance(found, Finding) and found.severity is Severity.FAULT:
-            command = found.next_command or command_line("pick", parent_url(opened.url))
-            raise StepDamaged(opened.url, replace(found, next_command=command)) from error
-    if not by_rank:
-        message = f"it changed while it was read ({error.message}): another process writes there"
-        raise StepDamaged(opened.url, Finding("step.changed", METADATA, message)) from error
-    return RankLocal(opened.url, by_rank)
+        files = opened.files
+        paths = [file.path for file in files]
+        has_metadata = any(path == METADATA or rank_local_rank(path) is not None for path in paths)
+        if not has_metadata and any(path.endswith(".safetensors") for path in paths):
+            message = (
+                "its tensors are in safetensors files, without DCP metadata; torch's "
+                "HuggingFaceStorageReader loads them"
+            )
+            raise StepDamaged(opened.url, Finding("format.unsupported", "", message)) from error
+        by_rank: dict[int, Metadata] = {}
+        for found in read_metadata(OpenPart(opened, Part("", PartFormat.DCP, tuple(files)))):
+            if isinstance(found, Metadata) and found.rank is not None:
+                by_rank[found.rank] = found
+            elif isinstance(found, Finding) and found.severity is Severity.FAULT:
+                command = found.next_command or command_line("pick", parent_url(opened.url))
+                raise StepDamaged(opened.url, replace(found, next_command=command)) from error
+        if not by_rank:
+            why = f"it changed while it was read ({error.message}): another process writes there"
+            raise StepDamaged(opened.url, Finding("step.changed", METADATA, why)) from error
+        return RankLocal(opened.url, by_rank)
 
 
 def _joined(metadatas: Sequence[Metadata]) -> Metadata:
     """One metadata made of several; of two chunks with equal offsets the first counts."""
-    tensors: dict[str, list[TensorEntry]] = {}
+    first: dict[str, TensorEntry] = {}
+    chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
     bytes_entries: dict[str, BytesEntry] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for metadata in metadatas:
         for fqn, tensor in metadata.tensors.items():
-            tensors.setdefault(fqn, []).append(tensor)
+            own = first.setdefault(fqn, tensor)
+            # A rank may have saved its own tensor of any shape under a name that all ranks use.
+            if (tensor.shape, tensor.dtype) == (own.shape, own.dtype):
+                held = chunks.setdefault(fqn, {})
+                for chunk in tensor.chunks:
+                    held.setdefault(chunk.offsets, chunk)
         for fqn, entry in metadata.bytes_entries.items():
             bytes_entries.setdefault(fqn, entry)
         paths = {**metadata.planner_paths, **paths}
     return replace(
         metadatas[0],
-        tensors={fqn: _joined_tensor(alike) for fqn, alike in tensors.items()},
+        tensors={
+            fqn: replace(tensor, chunks=Chunks.of(len(tensor.shape), [*chunks[fqn].values()]))
+            for fqn, tensor in first.items()
+        },
         bytes_entries=bytes_entries,
         file_names=sorted({name for metadata in metadatas for name in metadata.file_names}),
         planner_paths=paths,
@@ -741,14 +691,3 @@ def joined_parts(parts: Sequence[tuple[str, Metadata]]) -> Metadata:
         planner_paths=paths,
         strays=(),
     )
-
-
-def _joined_tensor(tensors: Sequence[TensorEntry]) -> TensorEntry:
-    first = tensors[0]
-    chunks: dict[tuple[int, ...], Chunk] = {}
-    for tensor in tensors:
-        # A rank may have saved its own tensor of any shape under a name that all ranks use.
-        if (tensor.shape, tensor.dtype) == (first.shape, first.dtype):
-            for chunk in tensor.chunks:
-                chunks.setdefault(chunk.offsets, chunk)
-    return replace(first, chunks=Chunks.of(len(first.shape), list(chunks.values())))

@@ -1,22 +1,18 @@
 """Decide the step to resume from, the same on every rank, and open it there.
 
 Rank 0 decides as `pick` does; the others receive its decision, and each proves that it
-reads the same metadata. Without a step to load, either the run is fresh, or no step is
-usable, or the storage did not answer: the first is a decision, the others are errors, and
-each is the same on every rank.
-
-`decide`, `open_on_all` and `prove_content` are the stages of a resume before the load; `resolve`
-consists of them alone. Every rank calls them.
+reads the same metadata. `decide`, `open_on_all` and `prove_content` are the stages of a resume
+before the load; `resolve` consists of them alone.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.distributed.process_table import machine
@@ -55,9 +51,6 @@ from ckptctl.selection.targets import Roots, open_roots, roots_in
 from ckptctl.selection.verifying import content_asked, open_target
 from ckptctl.storage.opening import SharedStores, base_name, open_store, parent_url
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -75,9 +68,9 @@ class Selection:
         return self.requirements.reads_every_byte(self.policy.level)
 
     @property
-    def seal_bytes_at_first(self) -> SealBytes | None:
-        """What a required seal means for rank 0's own inspection."""
-        return SealBytes.LATER if self.shares_content else None
+    def first_inspection(self) -> tuple[Level | None, SealBytes | None]:
+        """The level of rank 0's own inspection, before the shared one; what a seal means for it."""
+        return (None, SealBytes.LATER) if self.shares_content else (self.policy.level, None)
 
     def older_than(self, step: int) -> Selection:
         """The same for steps before `step` that also respect the policy's own bound."""
@@ -113,12 +106,9 @@ def check_roots(selection: Selection) -> tuple[StepName, ...]:
 def decide(
     resume_from: str | int | None, selection: Selection, failed: Sequence[PassedOver] = ()
 ) -> tuple[Pick, OpenStep | None]:
-    """The decision of one process: a step, or a fresh run.
+    """The decision of one process, a fresh run or a step, which is returned open.
 
-    `failed` are the steps that were chosen before and did not load; they are passed over. The step
-    is returned open, for a load in this process.
-
-    `resume_from` is `auto`, `none` (or None), a step number, or the path of a step. Raises
+    `failed` are the steps that were chosen before and did not load; they are passed over. Raises
     `NothingToResume` if steps exist but none is usable (11) or one could not be inspected
     (75), and for a named step that is not usable (its verdict's code).
     """
@@ -160,16 +150,10 @@ def wanted_step(resume_from: str | int | None, roots: Roots) -> str:
 
 def _newest(selection: Selection, failed: Sequence[PassedOver]) -> tuple[Pick, OpenStep | None]:
     skip = {over.step for over in failed if over.step is not None}
-    policy = replace(
-        selection.policy, level=_first_level(selection), skip={*selection.policy.skip, *skip}
-    )
-    picked, opened = pick_step(
-        selection.roots,
-        policy,
-        selection.requirements,
-        selection.storage,
-        selection.seal_bytes_at_first,
-    )
+    level, seal_bytes = selection.first_inspection
+    policy = replace(selection.policy, level=level, skip={*selection.policy.skip, *skip})
+    requirements, storage = selection.requirements, selection.storage
+    picked, opened = pick_step(selection.roots, policy, requirements, storage, seal_bytes)
     if not failed:
         if picked.chosen is None and picked.answer is not Answer.FRESH:
             raise picked.nothing
@@ -184,19 +168,14 @@ def _newest(selection: Selection, failed: Sequence[PassedOver]) -> tuple[Pick, O
     return replace(picked, answer=Answer.FELL_BACK, passed_over=passed_over), opened
 
 
-def _first_level(selection: Selection) -> Level | None:
-    """The level of rank 0's own inspection; level `content` follows, shared by all ranks."""
-    return None if selection.shares_content else selection.policy.level
-
-
 def _named(
     target: str, selection: Selection, failed: Sequence[PassedOver]
 ) -> tuple[Pick, OpenStep | None]:
-    level = _first_level(selection) or Level.STRUCTURE
-    with open_target(target, selection.requirements, selection.storage) as found:
-        report = found.inspect(
-            selection.requirements, level, seal_bytes=selection.seal_bytes_at_first
-        ).report
+    requirements = selection.requirements
+    level, seal_bytes = selection.first_inspection
+    with open_target(target, requirements, selection.storage) as found:
+        level = level or Level.STRUCTURE
+        report = found.inspect(requirements, level, seal_bytes=seal_bytes).report
     if refusal(report, selection.policy) is not None:
         faults = report.with_severity(Severity.FAULT)
         why = faults[0].message if faults else "a requested condition does not hold"
@@ -321,7 +300,14 @@ def _read_decided(step: OpenStep, chosen: Report) -> bytes | None:
 
     Raises `StorageError` unless the step is the save on which rank 0 decided.
     """
-    now, data = _read_now(step, [file for file, _ in chosen.digests])
+    files, data = [file for file, _ in chosen.digests], None
+    now: dict[str, str] = {}
+    if all(base_name(file).endswith(METADATA) for file in files):  # without a listing
+        for file in files:
+            data = step.store.read(step.in_store(file), limit=MAX_METADATA_BYTES)
+            now[file] = sha256_of(data)
+    else:
+        now.update(OpenStep(step.store, step.name).digests)
     for file, digest in chosen.digests:
         found = now.get(file)
         if found is None:
@@ -330,18 +316,7 @@ def _read_decided(step: OpenStep, chosen: Report) -> bytes | None:
             raise StorageUnavailable(
                 f"{file} has digest {found[:12]}…, but rank 0 read {digest[:12]}…"
             )
-    return data
-
-
-def _read_now(step: OpenStep, files: Sequence[str]) -> tuple[Mapping[str, str], bytes | None]:
-    """The digests of a step as the storage has it now; of metadata without a listing."""
-    if not all(base_name(file).endswith(METADATA) for file in files):
-        return OpenStep(step.store, step.name).digests, None
-    digests, data = {}, None
-    for file in files:
-        data = step.store.read(step.in_store(file), limit=MAX_METADATA_BYTES)
-        digests[file] = sha256_of(data)
-    return digests, data if files == [METADATA] else None
+    return data if files == [METADATA] else None
 
 
 def prove_content(
@@ -349,28 +324,24 @@ def prove_content(
 ) -> LoadFailed | None:
     """Verify every byte of the step at level `content`, or if a seal is required.
 
-    All ranks share the bytes.
-
-    `opened` is the step as this rank reads it; what it holds is not read again. Returns the
-    failure that all ranks agree on, None for a sound step. Raises `StorageError`. Cost:
-    every byte of the step, each read by one rank.
+    `opened` is the step as this rank reads it. Returns the failure that all ranks agree on, None
+    for a sound step. Raises `StorageError`. Cost: every byte of the step, each read by one rank.
     """
     if not selection.shares_content:
         return None
     pattern = compile_pattern(selection.requirements.pattern)
     neighbours = neighbours_of(lambda: list_root(opened.store, pattern).steps, chosen.number or 0)
-    reports = group.from_all(
-        lambda: (
-            inspect_step(
-                opened,
-                selection.requirements,
-                level=Level.CONTENT,
-                content=content_asked(ContentOptions(), group),
-                neighbours=neighbours,
-            ).report
-        )
-    )
-    report = reports[0]
+
+    def inspected() -> Report:
+        return inspect_step(
+            opened,
+            selection.requirements,
+            level=Level.CONTENT,
+            content=content_asked(ContentOptions(), group),
+            neighbours=neighbours,
+        ).report
+
+    report = group.from_all(inspected)[0]
     if report.verdict is Verdict.UNKNOWN:
         first = report.with_severity(Severity.FAULT)[0]
         raise StorageUnavailable(first.message, next_command=first.next_command)
@@ -435,23 +406,22 @@ def resolve(
 
 def _report(decision: Pick, group: ProcessGroup) -> None:
     """Print the decision in one line, on rank 0 only; `loss/formats/markers.py` reads it."""
-    if group.is_first:
-        from ckptctl.train.ledger import to_stderr  # which imports this module
+    if not group.is_first:
+        return
+    from ckptctl.train.ledger import to_stderr  # which imports this module
 
-        to_stderr("; ".join(_report_parts(decision)))
-
-
-def _report_parts(decision: Pick) -> Iterator[str]:
     chosen = decision.chosen
     if chosen is None:
-        yield f"no step to resume from in {', '.join(decision.roots)}: this is a fresh start"
+        line = f"no step to resume from in {', '.join(decision.roots)}: this is a fresh start"
     else:
         # Of a folder that is named by a count of saves, only the path is printed: `loss` would
         # take the number for a step.
         trained = train_step(chosen)
-        step = "" if trained is None else f" step {trained}"
+        named = "" if trained is None else f" step {trained}"
         back = ", falling back" if decision.answer is Answer.FELL_BACK else ""
-        yield f"resuming from{step}{back}: {chosen.url}"
+        line = f"resuming from{named}{back}: {chosen.url}"
     reasons = {over.step: over.reason for over in decision.passed_over if over.step is not None}
-    for number in sorted(reasons, reverse=True):
-        yield f"not from step {number}: {reasons[number]}"
+    skipped = [
+        f"not from step {step}: {why}" for step, why in sorted(reasons.items(), reverse=True)
+    ]
+    to_stderr("; ".join([line, *skipped]))

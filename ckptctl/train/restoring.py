@@ -1,9 +1,8 @@
 """Load the decided step, and restore it into the objects of the script.
 
-Reads into the existing tensors of the job. Bytes that do not load are a reason to take an older
-step (`LoadFailed`). A storage that does not answer, too little memory and another model are errors
-that an older step would not avoid. The options of the job decide about state that another number
-of ranks cannot take over. State that would be lost without such an option is an error.
+Bytes that do not load are a reason to take an older step (`LoadFailed`). A storage that does not
+answer, too little memory and another model are errors that an older step would not avoid. State
+that would be lost is an error, unless an option of the job accepts that.
 
 Names that belong to one tensor of the job, such as those of tied weights, are read apart and
 compared: one of their values would be lost otherwise.
@@ -45,13 +44,8 @@ from ckptctl.selection.choosing import PassedOver
 from ckptctl.selection.picking import Pick
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import base_name
-from ckptctl.train.differences import Differences, RankEntries, names_in, refuse_lost
-from ckptctl.train.optimizers import (
-    forget_unsaved,
-    loaded_as_saved,
-    same_groups,
-    without_a_step,
-)
+from ckptctl.train.differences import Differences, RankEntries, refuse_lost
+from ckptctl.train.optimizers import forget_unsaved, loaded_as_saved, same_groups, without_a_step
 from ckptctl.train.passes import data_differences, passes_of, record_in
 from ckptctl.train.resolving import Selection
 from ckptctl.train.samples import GlobalLoader, note_on_order
@@ -81,14 +75,10 @@ class Inventory:
     lost: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def lists(self) -> tuple[list[str], ...]:
-        """All lists, in order."""
-        return (self.restored, self.derived, self.lost, self.notes)
-
-    def document(self) -> dict[str, list[str]]:
-        """The form in the report of a resume."""
-        return {"restored": self.restored, "derived": self.derived, "lost": self.lost}
+    def add(self, other: Inventory) -> None:
+        for name in ("restored", "derived", "lost", "notes"):
+            mine = getattr(self, name)
+            mine += [each for each in getattr(other, name) if each not in mine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +107,10 @@ class Restore:
     """One restore on one rank, with the result for each kind of state so far."""
 
     def __init__(
-        self,
-        wanted: LoadTarget,
-        differences: Differences,
-        saved: SavedProgress,
-        job: Job,
+        self, wanted: LoadTarget, differences: Differences, saved: SavedProgress, job: Job
     ) -> None:
         self._loaded = wanted.state
-        self._differences = differences
+        self._keeps_options = differences.keeps_options
         self._groups = wanted.groups
         self._parts = job.parts
         self._position = job.position
@@ -151,9 +137,6 @@ class Restore:
         refuse_lost(self._inventory.lost, self._saved.step, path, self._options)
         return self._inventory
 
-    def _note(self, name: str, *, restored: bool) -> None:
-        (self._inventory.restored if restored else self._inventory.lost).append(name)
-
     def _restore_sharded(self) -> None:
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
@@ -161,38 +144,44 @@ class Restore:
             set_optimizer_state_dict,
         )
 
-        loaded, parts = self._loaded, self._parts
+        loaded, parts, inventory = self._loaded, self._parts, self._inventory
         if parts.model is not None and "model" in loaded:
             with _accepting("model"):
                 set_model_state_dict(parts.model, loaded["model"])
-            self._note("model", restored=True)
+            inventory.restored.append("model")
         if parts.optimizer is not None and "optimizer" in loaded:
             optimizer = loaded["optimizer"]
-            if self._differences.keeps_options and not same_groups(
-                self._groups, optimizer["param_groups"]
-            ):
+            if self._keeps_options and not same_groups(self._groups, optimizer["param_groups"]):
                 optimizer["param_groups"] = list(self._groups)
-                self._inventory.lost.append(
+                inventory.lost.append(
                     "optimizer options (the step divides the parameters into other groups)"
                 )
             with _accepting("optimizer"), without_a_step(parts.optimizers):
                 # Not strict: one optimizer of several may have no state, as SGD without momentum.
                 set_optimizer_state_dict(
-                    parts.model,
-                    parts.optimizer,
-                    optimizer,
-                    options=StateDictOptions(strict=False),
+                    parts.model, parts.optimizer, optimizer, options=StateDictOptions(strict=False)
                 )
             note = forget_unsaved(parts.optimizers, optimizer["state"])
-            self._inventory.notes += [] if note is None else [note]
-            self._note("optimizer", restored=True)
+            inventory.notes += [] if note is None else [note]
+            inventory.restored.append("optimizer")
 
     def _restore_values(self) -> None:
         for name in PLAIN:
             part = getattr(self._parts, name)
-            if part is not None and name in self._loaded:
-                with _accepting(name):
-                    self._restore_values_of(name, part, *self._loaded[name])
+            if part is None or name not in self._loaded:
+                continue
+            with _accepting(name):
+                (saved,) = self._loaded[name]
+                # A list of one scheduler is that one.
+                parts = list(part) if isinstance(part, list | tuple) else [part]
+                states = saved if isinstance(saved, list) else [saved]
+                if len(parts) != len(states):
+                    self._inventory.lost.append(
+                        f"{name} (the step has {len(states)}, and this job {len(parts)})"
+                    )
+                    continue
+                for number, pair in enumerate(zip(parts, states, strict=True)):
+                    self._restore_value(name if len(parts) == 1 else f"{name} {number}", *pair)
         held, tensors = self._loaded.get("extra", {}), self._loaded.get("extra_tensors", {})
         for name, part in self._parts.extra.items():
             if name in held:
@@ -201,20 +190,7 @@ class Restore:
                     state = joined(values, tensors[name])
                     self._check_loader(part, state)
                     part.load_state_dict(state)
-                self._note(f"extra {name}", restored=True)
-
-    def _restore_values_of(self, name: str, part: Any, saved: Any) -> None:
-        """Restore a scheduler, a list of them or a scaler; a list of one is that one."""
-        parts = list(part) if isinstance(part, list | tuple) else [part]
-        states = saved if isinstance(saved, list) else [saved]
-        if len(parts) != len(states):
-            self._inventory.lost.append(
-                f"{name} (the step has {len(states)}, and this job {len(parts)})"
-            )
-            return
-        for number, pair in enumerate(zip(parts, states, strict=True)):
-            label = name if len(parts) == 1 else f"{name} {number}"
-            self._restore_value(label, *pair)
+                self._inventory.restored.append(f"extra {name}")
 
     def _restore_value(self, name: str, part: Any, saved: dict[str, Any]) -> None:
         """Restore a scheduler or scaler, unless its state is that of another class."""
@@ -231,10 +207,11 @@ class Restore:
         for only, whose in ((only_there, "the step's"), (only_here, "this job's")):
             if only:
                 self._inventory.notes.append(f"{name}: only {whose} has {some_of(only)}")
-        self._note(name, restored=True)
+        self._inventory.restored.append(name)
 
     def _restore_data(self) -> None:
         parts, position, saved = self._parts, self._position, self._saved
+        inventory = self._inventory
         if parts.dataloader is None:
             return
         held = self._loaded.get("dataloader", {})
@@ -252,31 +229,25 @@ class Restore:
             with _accepting("dataloader"):
                 self._check_loader(parts.dataloader, own)
                 parts.dataloader.load_state_dict(own)
-            self._note("dataloader", restored=True)
+            inventory.restored.append("dataloader")
             note = note_on_order(parts.dataloader)
-            self._inventory.notes += [] if note is None else [note]
+            inventory.notes += [] if note is None else [note]
             return
-        self._note("dataloader", restored=False)
+        inventory.lost.append("dataloader")
         if not held:
             return
         if parts.has_global_loader != (GLOBAL_DATA in held):
             saver = "a" if GLOBAL_DATA in held else "another loader than"
-            why = (
-                f"was saved by {saver} GlobalLoader, and this job has a "
-                f"{type(parts.dataloader).__name__}"
-            )
+            kind = type(parts.dataloader).__name__
+            why = f"was saved by {saver} GlobalLoader, and this job has a {kind}"
             instead = "Resume with the same kind of loader"
         elif same:
-            why = (
-                f"was saved by {counted(workers[0] or 0, 'worker')} of the loader, and there are "
-                f"{workers[1]} now"
-            )
+            there = counted(workers[0] or 0, "worker")
+            why = f"was saved by {there} of the loader, and there are {workers[1]} now"
             instead = f"Resume with num_workers={workers[0]}"
         else:
-            why = (
-                f"was saved for {saved.dp_size} data-parallel ranks, but there are "
-                f"{position.dp_size} now"
-            )
+            there = f"{saved.dp_size} data-parallel ranks"
+            why = f"was saved for {there}, but there are {position.dp_size} now"
             instead = (
                 f"Resume on {saved.dp_size} ranks, use ckptctl.train.GlobalLoader, whose position "
                 "is valid for any number of ranks"
@@ -287,7 +258,7 @@ class Restore:
         )
         if not self._options.accept_repetition:
             raise StateRefused(f"{why}. {instead}, or pass accept_repetition=True")
-        self._inventory.notes.append(why)
+        inventory.notes.append(why)
 
     def _check_loader(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Compare the data of a loader with that of the step, if both are described."""
@@ -328,7 +299,7 @@ class Restore:
                 kept = "; the saved one is used" if name == "seed" else ""
                 notes.append(f"{name} was {state[name]} and is {now[name]} now{kept}")
         loader.load_state_dict(dict(state))
-        self._note("dataloader", restored=True)
+        self._inventory.restored.append("dataloader")
         if self._saved.dp_size not in (None, self._position.dp_size):
             notes.append(
                 f"the data continues at sample {loader.position:,}, in the same order, on "
@@ -346,9 +317,9 @@ class Restore:
                     if generator is not None and "dataloader" in states:
                         generator.set_state(states["dataloader"])
                     inventory.lost += restore_rng(states["state"])
-            elif self._saved.world_size is None:
-                return  # another program saved none, which a note states
-            self._note("rng", restored=own is not None)
+                inventory.restored.append("rng")
+            elif saved.world_size is not None:  # else another program, and a note states it
+                inventory.lost.append("rng")
             return
         why = (
             f"random numbers were saved for {saved.world_size} ranks, but there are "
@@ -380,13 +351,14 @@ _OF_SOME_VERSIONS = frozenset({"verbose", "_is_initial", "_get_lr_called_within_
 
 def _settings(state: Any, name: str = "") -> Iterator[str]:
     """The names of all values in the state of a scheduler, also of those that it consists of."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            if key not in _OF_SOME_VERSIONS:
-                yield f"{name}{key}"
-                if isinstance(value, list):
-                    for number, one in enumerate(value):
-                        yield from _settings(one, f"{name}{key}.{number}.")
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if key not in _OF_SOME_VERSIONS:
+            yield f"{name}{key}"
+            for number, inner in enumerate(value) if isinstance(value, list) else ():
+                yield from _settings(inner, f"{name}{key}.{number}.")
+
+
+_NOT_ACCEPTED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
@@ -394,14 +366,7 @@ def _accepting(what: str) -> Iterator[None]:
     """Raise `ModelDiffers` if an object of the script does not accept its state."""
     try:
         yield
-    except (
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _NOT_ACCEPTED as error:
         if "gloo" in str(error).lower() or type(error).__name__.startswith("Dist"):
             raise  # a rank was lost
         first = (str(error).splitlines() or [""])[0][:300]
@@ -438,45 +403,39 @@ def saved_metadata(chosen: Report, opened: OpenStep) -> Metadata:
 
 def _not_of_dcp(path: str, opened: OpenStep) -> UsageError:
     """The error for a step in another format: what is there, and what would load it."""
-    files = [file.path for file in opened.files if not belongs_to_shards(file.path)]
+    new = f"{opened.store.url.rstrip('/')}-dcp"
     if opened.is_file:
-        new = f"{opened.store.url.rstrip('/')}-dcp"
         return UsageError(
             f"{path} is one file of torch.save, and Checkpointer loads steps of dcp.save: make one "
             f"of it in a new root, {new}",
             next_command=command_line("convert", path, f"{new}/{base_name(path).split('.')[0]}"),
         )
+    files = [file.path for file in opened.files if not belongs_to_shards(file.path)]
     held = [
         f"{file} ({', '.join(kind.names)})"
         for file in files
         if (kind := kind_of_file(opened.step.layout, file)) is not None
     ]
-    new = f"{opened.store.url.rstrip('/')}-dcp"
-    why = (
-        f"{path} was not saved by dcp.save with collectives, and Checkpointer loads no other "
-        f"steps; it holds {some_of(held or files or ['metadata of each rank'])}."
-    )
+    command = command_line("show", path)
     try:
-        is_save = state_files(opened.step, path) is not None
-    except UsageError as error:
-        return UsageError(f"{why} {error.message}", next_command=command_line("show", path))
-    if is_save:
-        return UsageError(
-            f"{why} ckptctl makes a step of them in a new root, {new}",
-            next_command=command_line("convert", path, f"{new}/{opened.name}"),
+        then = (
+            "Let the script that saved it load it once, and save it with a Checkpointer in a new "
+            "root"
         )
+        if state_files(opened.step, path) is not None:
+            then = f"ckptctl makes a step of them in a new root, {new}"
+            command = command_line("convert", path, f"{new}/{opened.name}")
+    except UsageError as error:
+        then = error.message
     return UsageError(
-        f"{why} Let the script that saved it load it once, and save it with a Checkpointer in a "
-        "new root",
-        next_command=command_line("show", path),
+        f"{path} was not saved by dcp.save with collectives, and Checkpointer loads no other "
+        f"steps; it holds {some_of(held or files or ['metadata of each rank'])}. {then}",
+        next_command=command,
     )
 
 
 def read_into(
-    values: Mapping[str, Any],
-    group: ProcessGroup,
-    opened: OpenStep,
-    metadata: Metadata,
+    values: Mapping[str, Any], group: ProcessGroup, opened: OpenStep, metadata: Metadata
 ) -> dict[str, Any]:
     """Read entries of a step, by name; every rank calls it, with what it needs itself.
 
@@ -505,7 +464,11 @@ def read_into(
             load(state, storage_reader=reader, **group.dcp_arguments(load))
     except CheckpointException as error:  # not an Exception, so no other clause would catch it
         raise_interruption(error.failures, group.rank)
-        raise _meaning(error, opened.url) from error
+        failures = sorted(error.failures.items())
+        errors = [_meaning(rank, cause, opened.url) for rank, (cause, _) in failures]
+        # An error that an older step would not avoid takes precedence.
+        errors.sort(key=lambda error: isinstance(error, LoadFailed))
+        raise (errors or [LoadFailed(_words(error, opened.url))])[0] from error
     except RuntimeError as error:
         if group.size == 1:
             raise LoadFailed(_words(error, opened.url)) from error
@@ -518,15 +481,8 @@ def read_into(
     }
 
 
-def _meaning(error: BaseException, url: str) -> CkptctlError:
-    failures: dict[int, Any] = getattr(error, "failures", {})
-    kinds = [_meaning_of_one(rank, one[0], url) for rank, one in sorted(failures.items())]
-    # An error that an older step would not avoid takes precedence.
-    kinds.sort(key=lambda one: isinstance(one, LoadFailed))
-    return kinds[0] if kinds else LoadFailed(_words(error, url))
-
-
-def _meaning_of_one(rank: int, cause: BaseException, url: str) -> CkptctlError:
+def _meaning(rank: int, cause: BaseException, url: str) -> CkptctlError:
+    """What the error of one rank means for the step at `url`."""
     words = f"rank {rank}: {_words(cause, url)}"
     verify = command_line("verify", url, "--level", "content")
     if isinstance(cause, (StepDamaged, PathNotFound, ShortRead)):
@@ -559,18 +515,22 @@ class LoadTarget:
         self,
         state: dict[str, Any],
         saved: Metadata,
-        own: Mapping[str, str] | None = None,
-        values: Mapping[str, Any] | None = None,
+        own: Mapping[str, str],
+        values: Mapping[str, Any],
     ) -> None:
+        import torch
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         self.state = state
         groups = state.get("optimizer", {}).get("param_groups", ())
         self.groups: tuple[dict[str, Any], ...] = tuple(map(dict, groups))
         self._saved = saved
-        self._own = own or {}
-        self._values = values or {}
+        self._own = own
+        self._values = values
         self._flat, self._paths = flatten_state_dict(state)
+        self._tensors = [
+            (name, value) for name, value in self._flat.items() if isinstance(value, torch.Tensor)
+        ]
         self._tied: dict[str, str] = {}
         """Each name of the step whose tensor has another name before it, and that name."""
         self._also_restored: set[str] = set()
@@ -589,20 +549,14 @@ class LoadTarget:
         digits = "".join("01"[name in loaded] for name in names)
         casts = {
             (name.partition(".")[0], tensors[name].dtype, str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._tensors()
+            for name, tensor in self._tensors
             if name in tensors
         }
-        return RankEntries(
-            int(digits or "0", 2),
-            tuple(
-                name
-                for name in self._flat
-                if not self._is_saved(name) and name not in self._also_restored
-            ),
-            parts.given,
-            len(self.groups),
-            frozenset(one for one in casts if one[1] != one[2]),
-        )
+        absent = (name for name in self._flat if not self._is_saved(name))
+        missing = tuple(name for name in absent if name not in self._also_restored)
+        casts = {cast for cast in casts if cast[1] != cast[2]}
+        used = int(digits or "0", 2)
+        return RankEntries(used, missing, parts.given, len(self.groups), frozenset(casts))
 
     def fill(
         self, differences: Differences, read: Callable[[dict[str, Any]], dict[str, Any]]
@@ -621,12 +575,11 @@ class LoadTarget:
         for name in self._flat:
             if self._is_saved(name) and name not in self._values and not name.startswith(left_out):
                 names[self._own.get(name, name)] = name
-        loaded = read(
-            {
-                there: self._flat[name].detach().clone() if name in self._tied else self._flat[name]
-                for there, name in names.items()
-            }
-        )
+        values = {}
+        for there, name in names.items():
+            own = self._flat[name]
+            values[there] = own.detach().clone() if name in self._tied else own
+        loaded = read(values)
         lost = []
         for there, name in names.items():
             first = self._tied.get(name)
@@ -634,10 +587,8 @@ class LoadTarget:
                 self._set(name, loaded[there])
             elif not _same_bits(loaded[there], self._flat[first]):
                 kind = name.partition(".")[0].removesuffix("_tensors")
-                lost.append(
-                    f"{kind} ({first} and {name} are one tensor in this job, and differ in the "
-                    "step)"
-                )
+                both = f"{first} and {name}"
+                lost.append(f"{kind} ({both} are one tensor in this job, and differ in the step)")
         for name in self._values.keys() & self._paths.keys():
             if self._paths[name][0] in self.state:
                 self._set(name, self._values[name])
@@ -653,7 +604,7 @@ class LoadTarget:
     def _find_ties(self) -> None:
         """Find the names that belong to one tensor of this job."""
         names_of: dict[object, list[str]] = defaultdict(list)
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors:
             if hasattr(tensor, "local_shards"):
                 continue
             (local,) = local_tensors(tensor)
@@ -673,13 +624,6 @@ class LoadTarget:
     def _is_saved(self, name: str) -> bool:
         return name in self._saved.tensors or name in self._saved.bytes_entries
 
-    def _tensors(self) -> Iterator[tuple[str, Any]]:
-        import torch
-
-        for name, value in self._flat.items():
-            if isinstance(value, torch.Tensor):
-                yield name, value
-
     def _check_fits(self, parts: Parts) -> None:
         differing = []
         for name, value in self._flat.items():
@@ -691,7 +635,7 @@ class LoadTarget:
                     f"{name} is a {here} here and {there} in the step; it was saved by a different "
                     "model or optimizer"
                 )
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors:
             for local in local_tensors(tensor):
                 check_can_be_written(name, local)
             entry = self._saved.tensors.get(name)
@@ -730,11 +674,6 @@ def _key(container: Any, part: str | int) -> Any:
     if not isinstance(container, dict) or part in container:
         return part
     return next((key for key in container if str(key) == part), part)
-
-
-def kinds_in(saved: Metadata) -> frozenset[str]:
-    """The kinds of state that a step contains: the first names of its entries."""
-    return frozenset(name.partition(".")[0] for name in names_in(saved))
 
 
 def _same_bits(one: Any, other: Any) -> bool:

@@ -3,11 +3,7 @@
 `Resume.run` lists the stages in order; every rank calls them. First the step is chosen,
 proven, loaded and restored, and nothing is written. Only then does the job take the root
 over: a job that cannot resume must not end another that trains. If the root changed in the
-meantime, the decision is repeated. Last, the abandoned steps are superseded and the report
-is written.
-
-A replay goes through the same stages but writes nothing: it does not take the root over,
-and leaves no mark.
+meantime, the decision is repeated. A replay goes through the same stages but writes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +29,13 @@ from ckptctl.selection.fencing import Token, check_token, take_token
 from ckptctl.selection.history import begin_run
 from ckptctl.selection.picking import Pick
 from ckptctl.train.abandoning import Branch, HeldRoot, abandoned_branches, supersede_all
-from ckptctl.train.differences import Differences, RankEntries, compare, names_in, refuse_lost
+from ckptctl.train.differences import (
+    Differences,
+    RankEntries,
+    StateComparison,
+    names_in,
+    refuse_lost,
+)
 from ckptctl.train.ledger import (
     Ledger,
     RankAttempt,
@@ -72,7 +74,6 @@ from ckptctl.train.restoring import (
     Restored,
     SavedProgress,
     Start,
-    kinds_in,
     progress_of,
     read_into,
     saved_metadata,
@@ -114,7 +115,10 @@ class Resume:
         previous = history[-1][0] if history else None
         report, path = first(lambda: self._complete(attempt, restored, previous))
         # Rank 0 alone continues the data ledger, which may be long.
-        _, data = job.group.from_first_keeping(lambda: (None, self._data(restored)))
+        opened = restored.opened
+        _, data = job.group.from_first_keeping(
+            lambda: (None, None if opened is None else opened.read_data_ledger())
+        )
         attempt.resumed = restored.decision.chosen
         attempt.step = attempt.saved = restored.saved.step
         return attempt, _start(restored, report, path), data or (None, None)
@@ -146,17 +150,14 @@ class Resume:
         ranks = self._job.group.gather(own)
         for rank, other in enumerate(ranks):
             for name, value in other.items():
-                if value != ranks[0][name] and name == "contract":
-                    terms = sorted(dict({*value.items()} ^ {*ranks[0][name].items()}))
-                    raise UsageError(
-                        f"rank {rank} states {some_of(terms)} of the contract as rank 0 does not: "
-                        "it must be the same on every rank"
-                    )
-                if value != ranks[0][name]:
-                    raise UsageError(
-                        f"{name} is {ranks[0][name]} on rank 0 and {value} on rank {rank}: it must "
-                        "be the same on every rank"
-                    )
+                first = ranks[0][name]
+                if value == first:
+                    continue
+                what = f"{name} is {first} on rank 0 and {value} on rank {rank}"
+                if name == "contract":
+                    terms = sorted(dict({*value.items()} ^ {*first.items()}))
+                    what = f"rank {rank} states {some_of(terms)} of the contract as rank 0 does not"
+                raise UsageError(f"{what}: it must be the same on every rank")
 
     def _take_over(self, restored: Restored) -> Token:
         """Take the root over; the missing root of a fresh run is created. On rank 0 only."""
@@ -227,7 +228,7 @@ class Resume:
             with ExitStack() as undo:
                 # A different model must fail on every rank before any tensor is written to.
                 entries, wanted = group.from_all_keeping(lambda: self._wanted(view, undo))
-                differences = compare(entries, view.shared)
+                differences = StateComparison(entries, view.shared).run()
                 refuse_lost(differences.lost, step, path, job.options)
 
                 def read(values: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +250,8 @@ class Resume:
 
     def _wanted(self, view: StepView, undo: ExitStack) -> tuple[RankEntries, LoadTarget]:
         """What this rank loads; `undo` takes back the state that its optimizers get for it."""
-        parts, saved, kinds = self._job.parts, view.saved, kinds_in(view.saved)
+        parts, saved = self._job.parts, view.saved
+        kinds = {name.partition(".")[0] for name in names_in(saved)}
         formless = False
         for name, optimizer in parts.named_optimizers():
             if name in kinds or name in saved.bytes_entries:
@@ -270,16 +272,13 @@ class Resume:
         outlines, whole = group.from_all_keeping(lambda: self._metadata(chosen, opened))
         if not is_of_another_program(whole):
             return StepView(*seen_by(whole, group.rank), whole), whole
-        move = group.on_all(
-            lambda: Move(
-                whole,
-                outlines,
-                job.parts,
-                job.position,
-                job.options.names,
-                read_files_beside(opened, group.rank),
-            )
-        )
+        names = job.options.names
+
+        def moved() -> Move:
+            beside = read_files_beside(opened, group.rank)
+            return Move(whole, outlines, job.parts, job.position, names, beside)
+
+        move = group.on_all(moved)
         read = group.on_all(lambda: read_into(move.request(), group, opened, whole))
         return group.on_all(lambda: move.view(read, chosen, job.options)), whole
 
@@ -302,8 +301,7 @@ class Resume:
             lambda: Restore(wanted, differences, saved, job).run(chosen.url)
         )
         for other in others:
-            for mine, theirs in zip(inventory.lists, other.lists, strict=True):
-                mine += [each for each in theirs if each not in mine]
+            inventory.add(other)
         return saved, inventory
 
     # Taking the root over
@@ -311,15 +309,14 @@ class Resume:
     def _record_start(self, attempt: RankAttempt, restored: Restored) -> None:
         group = self._job.group
         attempt.cluster = cluster_context().placed(group.rank, group.size)
-        attempt.ledger.add(
-            StartedLine(
-                token=attempt.token.number,
-                resume_from=str(self._resume_from),
-                world_size=group.size,
-                cluster=attempt.cluster,
-                supervised=os.environ.get(ATTEMPT),
-            )
+        started = StartedLine(
+            token=attempt.token.number,
+            resume_from=str(self._resume_from),
+            world_size=group.size,
+            cluster=attempt.cluster,
+            supervised=os.environ.get(ATTEMPT),
         )
+        attempt.ledger.add(started)
         for over in restored.not_loaded:
             line = FailedLine(step=over.step, reason=redacted(over.reason), phase="loading")
             attempt.ledger.add(line)
@@ -347,15 +344,12 @@ class Resume:
                 "writable"
             )
             verdict = Verdict.REJECTED
-            return tuple(
-                PassedOver(
-                    replace(report, verdict=verdict, exit_code=verdict.exit_code),
-                    why,
-                    NoStepReason.REJECTED,
-                )
-                for report, marked in rejected
-                if not marked
-            )
+            reports = [
+                replace(report, verdict=verdict, exit_code=verdict.exit_code)
+                for report, is_marked in rejected
+                if not is_marked
+            ]
+            return tuple(PassedOver(report, why, NoStepReason.REJECTED) for report in reports)
         chosen = restored.decision.chosen
         if changed(chosen, job.selection) is not None:
             return ()
@@ -394,19 +388,12 @@ class Resume:
         begin_run([job.stores[url] for url in job.selection.roots.mandatory], report["step"])
         # The report and the sentinel already name the step, so no reader needs this line before
         # the first step; a failure is written behind it, by the same thread.
-        attempt.ledger.add_later(
-            ResumedLine(
-                step=report["step"],
-                metadata={} if chosen is None else dict(chosen.digests),
-                load_s=round(clock_s() - self._began_s, 3),
-            )
-        )
+        digests = {} if chosen is None else dict(chosen.digests)
+        load_s = round(clock_s() - self._began_s, 3)
+        line = ResumedLine(step=report["step"], metadata=digests, load_s=load_s)
+        attempt.ledger.add_later(line)
         self._print(report, restored)
         return report, path
-
-    def _data(self, restored: Restored) -> tuple[DataFields | None, str | None]:
-        opened = restored.opened
-        return (None, None) if opened is None else opened.read_data_ledger()
 
     # Replaying
 
@@ -438,10 +425,8 @@ class Resume:
         """Print how the replay begins; on rank 0 only. Its report is returned, not stored."""
         job = self._job
         cluster = cluster_context().placed(job.group.rank, job.group.size)
-        report = resume_document(job, restored) | {
-            "attempt": new_attempt(),
-            "cluster": cluster.document(),
-        }
+        own = {"attempt": new_attempt(), "cluster": cluster.document()}
+        report = resume_document(job, restored) | own
         self._print(report, restored)
         step = restored.saved.step
         job.tell(

@@ -15,7 +15,7 @@ import io
 import pathlib
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -58,20 +58,18 @@ _NUMBERS = "?bhilqBHILQefdgFDGSUVMm"
 
 
 def safe_copy(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> io.BytesIO:
-    """A record that ckptctl writes of the value in `record`, an archive of `torch.save`.
-
-    Raises `RecordUnsafe` for a value with a type that is neither known to be safe nor in
-    `safe_types`.
-    """
-    value = safe_value(record, fqn, safe_types)
+    """A record that ckptctl writes of the value in `record`; see `safe_value`."""
     copy = io.BytesIO()
-    torch.save(value, copy)
+    torch.save(safe_value(record, fqn, safe_types), copy)
     copy.seek(0)
     return copy
 
 
 def safe_value(record: bytes, fqn: str, safe_types: Iterable[Any] = ()) -> Any:
-    """The value in `record`, an archive of `torch.save`; raises as `safe_copy` does."""
+    """The value in `record`, an archive of `torch.save`.
+
+    Raises `RecordUnsafe` for a type that is neither known to be safe nor in `safe_types`.
+    """
     allowed = [_MAKES_BYTES, *_known(), *safe_types]
     # A value from a device that this machine lacks is loaded on the CPU.
     where = None if torch.cuda.is_available() else "cpu"
@@ -109,24 +107,22 @@ def _known() -> tuple[Any, ...]:
     make_number: Any = array[0].__reduce__()[0]
     dtype: Any = next(base for base in type(array.dtype).__mro__ if base.__name__ == "dtype")
     numbers = {type(dtype(code)) for code in _NUMBERS}
-    made = (make_array, make_number)
-    both = [
-        (one, f"numpy.{core}.multiarray", one.__name__)
-        for one in made
+    named = [
+        _named(make, f"numpy.{core}.multiarray")
+        for make in (make_array, make_number)
         for core in ("core", "_core")
     ]
-    named = [_named(*each) for each in both]
     return (*SAFE_TYPES, type(array), dtype, *numbers, *named)
 
 
-def _named(make: Callable[..., object], module: str, name: str) -> object:
-    """Allows `make` under a name that differs from its own."""
+def _named(make: Any, module: str) -> object:
+    """Allows `make` as one of a module that is not its own."""
     if hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
-        return make, f"{module}.{name}"
+        return make, f"{module}.{make.__name__}"
 
     def of_that_name(*args: object) -> object:
         return make(*args)
 
     # torch before 2.6 looks up allowed types by name.
-    of_that_name.__module__, of_that_name.__name__ = module, name
+    of_that_name.__module__, of_that_name.__name__ = module, make.__name__
     return of_that_name

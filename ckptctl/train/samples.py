@@ -2,10 +2,7 @@
 
 A position counts the samples of the whole run, over all ranks and epochs. The sample at a
 position depends on the seed only, so a run continues from its position on any number of
-ranks, and no sample is repeated or left out. The digest of the consumed samples does not
-depend on the number of ranks either.
-
-`GlobalLoader`, an endless loader that keeps its position, is the class to use.
+ranks, and no sample is repeated or left out.
 """
 
 from __future__ import annotations
@@ -13,13 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from ckptctl.train.data_ledger import DataLedger
 
 _MASK = 2**64 - 1
@@ -48,22 +44,17 @@ class Order:
         if not self.shuffle:
             return index
         if self._keys[0] != epoch:
-            self._keys = (epoch, self._keys_of(epoch))
+            words = hashlib.sha256(f"ckptctl order {self.seed} {epoch}".encode()).digest()
+            keys = (words[8 * i : 8 * i + 8] for i in range(_ROUNDS))
+            self._keys = (epoch, tuple(int.from_bytes(key, "big") for key in keys))
+        low_mask = (1 << self._half) - 1
         while True:
-            index = self._permuted(index)
+            left, right = index >> self._half, index & low_mask
+            for key in self._keys[1]:
+                left, right = right, left ^ (_mixed(right ^ key) & low_mask)
+            index = left << self._half | right
             if index < self.n_samples:
                 return index
-
-    def _keys_of(self, epoch: int) -> tuple[int, ...]:
-        words = hashlib.sha256(f"ckptctl order {self.seed} {epoch}".encode()).digest()
-        return tuple(int.from_bytes(words[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS))
-
-    def _permuted(self, index: int) -> int:
-        low_mask = (1 << self._half) - 1
-        left, right = index >> self._half, index & low_mask
-        for key in self._keys[1]:
-            left, right = right, left ^ (_mixed(right ^ key) & low_mask)
-        return left << self._half | right
 
 
 def _mixed(word: int) -> int:
@@ -82,6 +73,7 @@ def share_of(start: int, n: int, rank: int, n_ranks: int) -> range:
     return range(start + n * rank // n_ranks, start + n * (rank + 1) // n_ranks)
 
 
+@dataclass(slots=True)
 class SamplesDigest:
     """The digest of the samples consumed in one step, by position and index.
 
@@ -89,13 +81,9 @@ class SamplesDigest:
     on the order of the samples, but not on the number of ranks.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
+    value: int = 0
 
     def add(self, position: int, sample: int) -> None:
-        """Count the sample at a position."""
         word = _mixed(_mixed(position + 0x9E3779B97F4A7C15 & _MASK) ^ sample & _MASK)
         self.value = (self.value + word) & _MASK
 
@@ -112,26 +100,6 @@ def samples_digest(start: int, samples: Iterable[int]) -> str:
     for position, sample in enumerate(samples, start):
         digest.add(position, sample)
     return str(digest)
-
-
-class _Batches:
-    """The batches of one rank from a position on, as a DataLoader requests them.
-
-    `requested` are the indices of those that the loader has not returned yet.
-    """
-
-    def __init__(self, loader: GlobalLoader) -> None:
-        self._loader = loader
-        self._start = loader.position
-        self.requested: deque[list[int]] = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = self._start
-        while size := self._loader.batch_at(start):
-            batch = [self._loader.order.sample_at(p) for p in self._loader.own(start, size)]
-            self.requested.append(batch)
-            yield batch
-            start += size
 
 
 class GlobalLoader:
@@ -194,21 +162,31 @@ class GlobalLoader:
         return min(self.global_batch, left) if left >= self.n_ranks else 0
 
     def own(self, start: int, size: int) -> range:
-        """The positions of a global batch that this rank takes."""
         return share_of(start, size, self.rank, self.n_ranks)
 
     def __iter__(self) -> Iterator[Any]:
+        import torch
         from torch.utils.data import DataLoader
 
-        batches = _Batches(self)
-        sampler: Any = batches
+        requested: deque[list[int]] = deque()  # of the batches that are not returned yet
+
+        def batches() -> Iterator[list[int]]:
+            start = self.position
+            while size := self.batch_at(start):
+                requested.append([self.order.sample_at(p) for p in self.own(start, size)])
+                yield requested[-1]
+                start += size
+
+        generator = torch.Generator()
+        words = hashlib.sha256(f"{self.order.seed} {self.position} {self.rank}".encode()).digest()
+        generator.manual_seed(int.from_bytes(words[:8], "big") >> 1)
         loader: DataLoader[Any] = DataLoader(
-            self.dataset, batch_sampler=sampler, generator=self._generator(), **self.options
+            self.dataset, batch_sampler=batches(), generator=generator, **self.options
         )
         for batch in loader:
             size = self.batch_at(self.position)
             self.digest = SamplesDigest()
-            positions, samples = self.own(self.position, size), batches.requested.popleft()
+            positions, samples = self.own(self.position, size), requested.popleft()
             for position, sample in zip(positions, samples, strict=True):
                 self.digest.add(position, sample)
             if self.data_ledger is not None:
@@ -227,14 +205,6 @@ class GlobalLoader:
             epoch, place = divmod(positions.start + at, n)
             yield epoch, values[at : at + n - place]
             at += n - place
-
-    def _generator(self) -> torch.Generator:
-        import torch
-
-        generator = torch.Generator()
-        words = hashlib.sha256(f"{self.order.seed} {self.position} {self.rank}".encode()).digest()
-        generator.manual_seed(int.from_bytes(words[:8], "big") >> 1)
-        return generator
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it depends on: the same on every rank."""

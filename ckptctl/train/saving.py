@@ -10,7 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -54,7 +56,7 @@ from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import bound, digested, digests_for, identity_of, is_sealed
 from ckptctl.signatures import public_key, public_key_of
-from ckptctl.storage.contract import Folders, Store
+from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import HeldRoot, move_aside
 from ckptctl.train.held_once import LowestRankPlanner
@@ -83,10 +85,9 @@ class StateToSave:
 
 def check_step_format(step_format: str) -> None:
     """Raise `UsageError` for a format of names that `pick` would not recognize as steps."""
-    try:
+    name = step_format
+    with suppress(IndexError, KeyError, ValueError):
         name = step_format.format(1200)
-    except (IndexError, KeyError, ValueError):
-        name = step_format
     named = step_name(name)
     if named is None or named.number != 1200 or named.bare or "/" in name:
         raise UsageError(
@@ -104,16 +105,6 @@ class Counts:
     tokens: int | None = None
     samples: int | None = None
 
-    def check_name(self, step_format: str) -> None:
-        """Raise `UsageError` for a step of whose name no resume would read this number."""
-        name = step_format.format(self.step)
-        named = step_name(name)
-        if named is None or named.number != self.step:
-            raise UsageError(
-                f"step {self.step} cannot be saved: no resume would recognize {name[:100]!r} as "
-                "that step"
-            )
-
     @classmethod
     def of(cls, step: object, loss: Any, tokens: object = None, samples: object = None) -> Counts:
         """Takes numbers of NumPy and torch, too; raises `UsageError` for what is no number."""
@@ -121,12 +112,9 @@ class Counts:
             loss = None if loss is None else float(loss)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"loss is {_shown(loss)}: expected one number") from error
-        return cls(
-            _whole("step", step),
-            loss,
-            None if tokens is None else _whole("tokens", tokens),
-            None if samples is None else _whole("samples", samples),
-        )
+        tokens = None if tokens is None else _whole("tokens", tokens)
+        samples = None if samples is None else _whole("samples", samples)
+        return cls(_whole("step", step), loss, tokens, samples)
 
 
 def _whole(name: str, value: Any) -> int:
@@ -182,8 +170,6 @@ class StepSave:
             self.name = name_of_attempt(self.name, attempt.token.number)
         self.moved_aside: str | None = None
         self.digests: tuple[tuple[str, str], ...] = ()
-        self._lost = ""
-        self._data: DataFields | None = None
         self._store = store
         self._group = group
         self._attempt = attempt
@@ -193,7 +179,6 @@ class StepSave:
 
     @property
     def url(self) -> str:
-        """The address of the step."""
         return join_url(self._store.url, self.name)
 
     def run(self, taken: StateToSave) -> None:
@@ -204,7 +189,6 @@ class StepSave:
         if another attempt holds the root, `UsageError` if a complete step of that number exists,
         `RanksLost`.
         """
-        self._lost, self._data = taken.lost, taken.data
         with self._failing("was not saved", "older steps are unchanged"):
             self.moved_aside = self._group.from_first(self._make_place)
             written = self._write(taken)
@@ -239,7 +223,10 @@ class StepSave:
                     next_command=verify,
                 )
             if folders is not None:
-                moved = self._move_aside(folders, found.name)
+                try:
+                    moved = folders.path_of(move_aside(folders, self._attempt.token, found.name))
+                except StorageError as error:
+                    raise SaveFailed(f"{error.message}: it could not be moved aside") from error
             elif found.name == self.name and report.digests:
                 raise SaveFailed(
                     f"step {self.number} was not saved: {report.url} exists from this attempt and "
@@ -254,12 +241,6 @@ class StepSave:
             folders.make_folder(self.name)
         return moved
 
-    def _move_aside(self, folders: Folders, name: str) -> str:
-        try:
-            return folders.path_of(move_aside(folders, self._attempt.token, name))
-        except StorageError as error:
-            raise SaveFailed(f"{error.message}: it could not be moved aside") from error
-
     # Writing
 
     def _write(self, taken: StateToSave) -> Mapping[str, WrittenFile]:
@@ -267,18 +248,16 @@ class StepSave:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        before = partial(self._before_metadata, taken)
         writer = Writer.of(
-            self._store, self.name, algorithm=self._algorithm, before_metadata=self._before_metadata
+            self._store, self.name, algorithm=self._algorithm, before_metadata=before
         )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns about a save without a process group
-                save(
-                    taken.state,
-                    storage_writer=writer,
-                    planner=LowestRankPlanner(taken.buffers),
-                    **self._group.dcp_arguments(save),
-                )
+                planner = LowestRankPlanner(taken.buffers)
+                arguments = self._group.dcp_arguments(save)
+                save(taken.state, storage_writer=writer, planner=planner, **arguments)
         except CheckpointException as error:  # a BaseException, which no other clause catches
             raise self._write_failed(error) from error
         except RuntimeError as error:
@@ -289,7 +268,7 @@ class StepSave:
 
         return writer.written
 
-    def _before_metadata(self, metadata: bytes) -> None:
+    def _before_metadata(self, taken: StateToSave, metadata: bytes) -> None:
         """Reject a step of lost weights, and check that the root is still held; on rank 0 only.
 
         Data ledger and contract are written before: a step that is complete has them.
@@ -297,8 +276,8 @@ class StepSave:
         self.digests = ((METADATA, sha256_of(metadata)),)
         of_save = self.digests[0][1]
         own: dict[str, bytes] = {}
-        if self._data is not None:
-            own[DATA_FILE] = data_bytes({**self._data, "metadata": of_save})
+        if taken.data is not None:
+            own[DATA_FILE] = data_bytes({**taken.data, "metadata": of_save})
         if self._contract:
             own[CONTRACT_FILE] = contract_bytes(self._contract, of_save)
         if own and self._store.folders is not None:
@@ -306,9 +285,9 @@ class StepSave:
             self._store.folders.make_folder(f"{self.name}/{OWN_FOLDER}")
         for path, data in own.items():
             self._store.put(f"{self.name}/{path}", data)
-        if self._lost:
+        if taken.lost:
             held = HeldRoot(self._store, self._attempt.token)
-            held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=self._lost)
+            held.mark(self._store, self.name, self, MarkKind.REJECTED, reason=taken.lost)
         self._check_token()
 
     def _write_failed(self, error: BaseException) -> CkptctlError:
@@ -323,11 +302,16 @@ class StepSave:
         self._group.from_first(check_still_held)
         failures: Mapping[int, Any] = getattr(error, "failures", {})
         raise_interruption(failures, self._group.rank)
-        causes = [cause for cause, _ in failures.values()]
+        causes = [cause for _, (cause, _) in sorted(failures.items())]
         for cause in causes:
             if isinstance(cause, CkptctlError) and not isinstance(cause, StorageError):
                 return cause
-        why = _failures_of(error)
+        described = []
+        for rank, cause in zip(sorted(failures), causes, strict=True):
+            first, *_ = str(cause).splitlines() or [""]
+            described.append(f"rank {rank}: {type(cause).__name__}: {first}")
+        more = f" (and {len(described) - 2} more ranks)" if len(described) > 2 else ""
+        why = ("; ".join(described[:2]) + more)[:600] or type(error).__name__
         full = next((cause for cause in causes if isinstance(cause, StorageFull)), None)
         if full is not None:
             return self._disk_full(why, full.next_command)
@@ -367,7 +351,9 @@ class StepSave:
         files = self._group.from_first(
             lambda: [file for file in list_step(self._store, self.name) if is_sealed(file)]
         )
-        own = [file for file in files if _writer_of(file, self._group.size) == self._group.rank]
+        # Each digests what it wrote, and rank 0 the files of no rank.
+        rank, size = self._group.rank, self._group.size
+        own = [file for file in files if (shard_rank(file.path) or 0) % size == rank]
         shares = self._group.from_all(lambda: self._digests_of(own, written))
         sealed = sorted((file for files, _ in shares for file in files), key=lambda one: one.path)
         damaged = [finding for _, findings in shares for finding in findings]
@@ -474,23 +460,6 @@ class StepSave:
             raise failed from error
 
 
-def _failures_of(error: BaseException) -> str:
-    """What went wrong on which ranks of a `CheckpointException`, in one line."""
-    failures: Mapping[int, Any] = getattr(error, "failures", {})
-    described = [
-        f"rank {rank}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
-        for rank, (cause, _) in sorted(failures.items())
-    ]
-    more = f" (and {len(described) - 2} more ranks)" if len(described) > 2 else ""
-    return ("; ".join(described[:2]) + more)[:600] or type(error).__name__
-
-
-def _writer_of(file: FileInfo, n_ranks: int) -> int:
-    """The rank that wrote a file, and so digests it; rank 0 for files of no rank."""
-    rank = shard_rank(file.path)
-    return 0 if rank is None else rank % n_ranks
-
-
 class Stager:
     """Copies states of the same structure; a copy is valid until the next one is made."""
 
@@ -499,47 +468,39 @@ class Stager:
 
     def staged(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy that shares no memory with the objects of the training."""
+        import torch
+        from torch.distributed.checkpoint import staging
+
+        copied: dict[str, Any]
+        if not hasattr(staging, "DefaultStager"):  # torch before 2.9
+            copied = _copied(state)
+            return copied
         if self._stager is None:
-            self._stager = _new_stager()
-        copied: dict[str, Any] = self._stager.stage(state)
+            on_gpu = torch.cuda.is_available()
+            options = staging.StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+            self._stager = staging.DefaultStager(options)
+        copied = self._stager.stage(state)
         return copied
 
     def close(self) -> None:
-        """Release the buffers."""
-        if hasattr(self._stager, "close"):
+        if self._stager is not None:
             self._stager.close()
         self._stager = None
 
 
-def _new_stager() -> Any:
+def _copied(state: Any) -> Any:
+    """A new copy of a state. DTensors keep their position in the mesh, not their device."""
     import torch
-    from torch.distributed.checkpoint import staging
 
-    if not hasattr(staging, "DefaultStager"):  # torch before 2.9
-        return _CopyingStager()
-    on_gpu = torch.cuda.is_available()
-    return staging.DefaultStager(
-        staging.StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-    )
-
-
-class _CopyingStager:
-    """Makes a new copy each time. DTensors keep their position in the mesh, not their device."""
-
-    def stage(self, state: Any) -> Any:
-        import copy
-
-        import torch
-
-        if isinstance(state, torch.Tensor):
-            return state.detach().to("cpu", copy=True)
-        if isinstance(state, dict):
-            return {key: self.stage(value) for key, value in state.items()}
-        if isinstance(state, (list, tuple)):
-            return type(state)(self.stage(value) for value in state)
-        return copy.deepcopy(state)
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_copied, state))
+    return deepcopy(state)

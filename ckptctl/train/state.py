@@ -18,7 +18,7 @@ import hashlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -34,17 +34,12 @@ from ckptctl.train.samples import GlobalLoader
 class Stateful(Protocol):
     """Any object that returns its state as a dict and can restore it."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, in plain values and tensors."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Restore a state."""
-        ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-STATEFUL = ("state_dict", "load_state_dict")
-"""The methods of a `Stateful`."""
+_STATEFUL = ("state_dict", "load_state_dict")
 
 PARTS = ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
 """The kinds of state of which a script has one part each; those of `extra` have names."""
@@ -98,21 +93,22 @@ class Parts:
                     "holds the state of some parameters only, and does not say of which: use the "
                     "optimizer that it wraps, and fully_shard() on the model to divide its state"
                 )
-        for name, instead in (
-            ("dataloader", "use ckptctl.train.GlobalLoader or torchdata's StatefulDataLoader"),
-            *((f"extra {name}", "give it both methods") for name in self.extra),
-            ("scheduler", "give it both methods"),
-            ("grad_scaler", "give it both methods"),
-        ):
-            kind, _, own = name.partition(" ")
-            part = self.extra[own] if own else getattr(self, kind)
-            for one in _listed(part) if kind == "scheduler" else (part,):
-                if one is None or all(hasattr(one, method) for method in STATEFUL):
-                    continue
-                raise UsageError(
-                    f"{name} is a {type(one).__name__}, which does not have state_dict and "
-                    f"load_state_dict, so its state would be lost: {instead}"
-                )
+        stateful = [
+            ("dataloader", self.dataloader),
+            *((f"extra {name}", part) for name, part in self.extra.items()),
+            *(("scheduler", part) for part in _listed(self.scheduler)),
+            ("grad_scaler", self.grad_scaler),
+        ]
+        for name, part in stateful:
+            if part is None or all(hasattr(part, method) for method in _STATEFUL):
+                continue
+            instead = "give it both methods"
+            if name == "dataloader":
+                instead = "use ckptctl.train.GlobalLoader or torchdata's StatefulDataLoader"
+            raise UsageError(
+                f"{name} is a {type(part).__name__}, which does not have state_dict and "
+                f"load_state_dict, so its state would be lost: {instead}"
+            )
 
     def named_optimizers(self) -> Iterator[tuple[str, Any]]:
         """Each optimizer, also of `extra`, with the name of its state in a step."""
@@ -146,12 +142,10 @@ class RankPosition:
 
     @property
     def rng_key(self) -> str:
-        """The key of this rank's random numbers."""
         return f"rank_{self.rank}"
 
     @property
     def data_key(self) -> str:
-        """The key of this data-parallel rank's position in the data."""
         return f"dp_rank_{self.dp_rank}"
 
 
@@ -165,10 +159,9 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
         part = getattr(parts, name)
         if part is not None:
             state[name] = _kept(state_of(part))
-    if parts.has_global_loader:
-        state["dataloader"] = {GLOBAL_DATA: _kept(parts.dataloader.state_dict())}
-    elif parts.dataloader is not None:
-        state["dataloader"] = {position.data_key: _kept(parts.dataloader.state_dict())}
+    if parts.dataloader is not None:
+        key = GLOBAL_DATA if parts.has_global_loader else position.data_key
+        state["dataloader"] = {key: _kept(parts.dataloader.state_dict())}
     for name, one in parts.extra.items():
         values, tensors = split(one.state_dict(), name)
         state.setdefault("extra", {})[name] = _kept(values)
@@ -180,11 +173,8 @@ def collect(parts: Parts, position: RankPosition, progress: Mapping[str, int]) -
     if generator is not None:
         own["dataloader"] = generator.get_state()
     state["rng"] = {position.rng_key: _kept(own)}
-    state["train_state"] = {
-        **progress,
-        "world_size": position.world_size,
-        "dp_size": position.dp_size,
-    }
+    sizes = {"world_size": position.world_size, "dp_size": position.dp_size}
+    state["train_state"] = {**progress, **sizes}
     return state
 
 
@@ -273,29 +263,25 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, Any]) -> Any:
             raise _NotKept(f"two tensors of the name {name!r}: rename one")
         tensors[name] = value
         return {TENSOR: name}
+    if not isinstance(value, Mapping | list | tuple):
+        return value
     n_before = len(tensors)
     dot = "." if name else ""
-    copied: Any = value
-    if isinstance(value, Mapping):
-        copied = {
-            key: _without_tensors(one, f"{name}{dot}{key}", tensors) for key, one in value.items()
-        }
-    elif isinstance(value, list | tuple):
-        items = [
-            _without_tensors(one, f"{name}{dot}{key}", tensors) for key, one in enumerate(value)
-        ]
-        copied = tuple(items) if isinstance(value, tuple) else items
+    copied: Any = {
+        key: _without_tensors(inner, f"{name}{dot}{key}", tensors)
+        for key, inner in (value.items() if isinstance(value, Mapping) else enumerate(value))
+    }
     if isinstance(value, Mapping) and TENSOR in value:
         raise _NotKept(f"the key {TENSOR!r} ({name or 'in the state itself'}): rename it")
     if len(tensors) == n_before:
         return value
-    if type(value) not in (dict, OrderedDict, list, tuple):
-        kind = type(value).__name__
+    kind: Any = type(value)
+    if kind not in (dict, OrderedDict, list, tuple):
         raise _NotKept(
-            f"a {kind} with tensors in it ({name or 'the state itself'}), which would be loaded as "
-            "another value: return a plain dict, list or tuple"
+            f"a {kind.__name__} with tensors in it ({name or 'the state itself'}), which would be "
+            "loaded as another value: return a plain dict, list or tuple"
         )
-    return OrderedDict(copied) if type(value) is OrderedDict else copied
+    return kind(copied if isinstance(value, dict) else copied.values())
 
 
 def joined(values: Any, tensors: Mapping[str, Any]) -> Any:
@@ -325,61 +311,57 @@ def check_readable(state: Mapping[str, Any]) -> None:
     """
     import torch
 
-    for name, (value,) in _values(state, ""):
-        _check_value(name, value)
-    for name in ("model", "optimizer", "extra_tensors"):
-        for fqn, leaf in _leaves(state.get(name, {}), name):
+    for kind, part in state.items():
+        for fqn, leaf in leaves(part, kind):
             if isinstance(leaf, torch.Tensor):
                 for tensor in local_tensors(leaf):
                     _check_tensor(fqn, tensor)
-                    if name == "model":  # an `extra` takes what is loaded
+                    if kind == "model":  # an `extra` takes what is loaded
                         check_can_be_written(fqn, tensor)
+            elif kind not in ("model", "optimizer", "extra_tensors") and isinstance(leaf, tuple):
+                _check_value(fqn, *leaf)
             elif leaf is not None and type(leaf) not in (bool, int, float, str):
                 _check_value(fqn, leaf)
 
 
 def _check_value(name: str, value: Any) -> None:
+    from ckptctl.train.safe_values import safe_copy
+
+    instead = "; use plain values and tensors"
+    _check_loads(name, value, lambda data: safe_copy(data, name), "", instead)
+
+
+def _check_tensor(fqn: str, tensor: Any) -> None:
+    import torch
+
+    from ckptctl.formats.archive.directory import parse_record
+    from ckptctl.records.opening import tensor_in
+
+    check_has_memory(fqn, tensor)
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.layout is not torch.strided:
+        form = f" of layout {tensor.layout}"
+        instead = ": use a plain tensor, or register it with persistent=False"
+        _check_loads(fqn, tensor, lambda data: tensor_in(*parse_record(data)), form, instead)
+
+
+def _check_loads(
+    name: str, value: Any, load: Callable[[bytes], object], form: str, instead: str
+) -> None:
+    """Raise `UsageError` for what can be saved, and what `load` refuses as `Reader` would."""
     import io
 
     import torch
-
-    from ckptctl.train.safe_values import safe_copy
 
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        safe_copy(buffer.getvalue(), name)
+        load(buffer.getvalue())
     except Exception as error:
         why = (str(error).splitlines() or [""])[0].partition(", so it was not loaded")[0]
         raise UsageError(
-            f"{name} is a {type(value).__name__}, which can be saved but not loaded "
-            f"({why[:160]}); use plain values and tensors"
-        ) from error
-
-
-def _check_tensor(fqn: str, tensor: Any) -> None:
-    """Raise `UsageError` where `Reader` would refuse the record that DCP writes of a tensor."""
-    import io
-
-    import torch
-
-    from ckptctl.formats.archive.directory import parse_record
-    from ckptctl.records.opening import Unfit, tensor_in
-
-    check_has_memory(fqn, tensor)
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if plain and tensor.layout is torch.strided:
-        return
-    buffer = io.BytesIO()
-    try:
-        torch.save(tensor, buffer)
-        tensor_in(*parse_record(buffer.getvalue()))
-    except Exception as error:
-        why = error.message if isinstance(error, Unfit) else str(error).splitlines()[0]
-        raise UsageError(
-            f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can be "
-            f"saved but not loaded ({why[:160]}): use a plain tensor, or register it with "
-            "persistent=False"
+            f"{name} is a {type(value).__name__}{form}, which can be saved but not loaded "
+            f"({why[:160]}){instead}"
         ) from error
 
 
@@ -420,25 +402,13 @@ def local_tensors(tensor: Any) -> Iterator[Any]:
         yield tensor
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str, *, in_tuples: bool = False) -> Iterator[tuple[str, Any]]:
     """Each value that DCP writes as one entry: what is neither a dict nor a list."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(one, f"{name}.{key}")
-    elif isinstance(value, list):
-        for key, one in enumerate(value):
-            yield from _leaves(one, f"{name}.{key}")
+    if isinstance(value, Mapping | list) or (in_tuples and isinstance(value, tuple)):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(inner, f"{name}.{key}", in_tuples=in_tuples)
     else:
         yield name, value
-
-
-def _values(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        here = f"{name}.{key}" if name else str(key)
-        if isinstance(value, tuple):
-            yield here, value
-        elif isinstance(value, Mapping) and here not in ("model", "optimizer", "extra_tensors"):
-            yield from _values(value, here)
 
 
 def template(
@@ -494,11 +464,8 @@ def _extra_tensors(name: str, part: Stateful, saved: Metadata) -> dict[str, Any]
         if rank_in(key) is not None:
             continue  # that of another rank
         own = tensors.get(key)
-        if (
-            own is None
-            or (tuple(own.shape), own.dtype) != (entry.shape, dtype)
-            or shares_elements(own)
-        ):
+        form = None if own is None else (tuple(own.shape), own.dtype)
+        if form != (entry.shape, dtype) or shares_elements(own):
             tensors[key] = torch.empty(entry.shape, dtype=dtype)
     return tensors
 
@@ -514,16 +481,12 @@ def rng_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = tuple(torch.cuda.get_rng_state_all())
     if "numpy" in sys.modules:
-        state["numpy"] = _numpy_state()
+        import numpy as np
+
+        name, key, place, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())
+        keys = torch.from_numpy(key.astype("int64"))
+        state["numpy"] = (str(name), keys, int(place), int(has_gauss), gauss)
     return state
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    import numpy as np
-    import torch
-
-    name, key, place, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())
-    return (str(name), torch.from_numpy(key.astype("int64")), int(place), int(has_gauss), gauss)
 
 
 def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
@@ -591,7 +554,7 @@ def states_in(values: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], list[s
 
 def _as_tuples(value: Any) -> Any:
     # `random.setstate` accepts tuples only; a load may give lists.
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def reseed(seed: int, step: int, rank: int) -> None:

@@ -1,9 +1,7 @@
 """Copy elements between records and tensors.
 
 They are read directly into a tensor's memory if it has the same layout as the record;
-otherwise torch copies (and casts) them from a buffer. They are written directly from a
-tensor's memory in the same way. `records.elements` decides which bytes are read, and
-verifies them.
+otherwise torch copies (and casts) them from a buffer. They are written in the same way.
 """
 
 from __future__ import annotations
@@ -15,15 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ckptctl.records.loading import QUANTIZED, TensorRecord, fills_storage
-from ckptctl.records.slices import (
-    ByteSlice,
-    Dims,
-    TensorSlice,
-    flattened,
-    position,
-    row_major,
-)
+from ckptctl.records.loading import QUANTIZED, TensorRecord, fills_storage, is_row_major
+from ckptctl.records.slices import ByteSlice, Dims, TensorSlice, flattened, position, row_major
 
 _WRITABLE = 0x200
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -58,12 +49,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether memory holds the values unchanged: no subclass, not sparse, no pending sign."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_dense and not tensor.is_conj() and not tensor.is_neg()
 
 
 def saved_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -143,7 +130,6 @@ class TensorSink:
         self._target_strides = row_major(wanted.sizes)
 
     def memory_for(self, piece: ByteSlice) -> memoryview | None:
-        """See `ElementSink.memory_for`."""
         if self._memory is None or not piece.contiguous or not self.wanted.contains(piece.elements):
             return None
         within = piece.elements.relative_to(self.wanted)
@@ -151,7 +137,7 @@ class TensorSink:
         return self._memory[at : at + piece.length]
 
     def staging(self, n_bytes: int, limit: int) -> memoryview | None:
-        """Pinned memory of this thread if the tensor is on a GPU; see `ElementSink.staging`."""
+        """Pinned memory of this thread if the tensor is on a GPU."""
         if self._target.device.type != "cuda":
             return None
         kept: torch.Tensor | None = getattr(_pinned, "buffer", None)
@@ -161,7 +147,6 @@ class TensorSink:
         return None if memory is None else memory[:n_bytes]
 
     def copy(self, piece: ByteSlice, data: memoryview) -> None:
-        """See `ElementSink.copy`."""
         common = piece.elements.overlap(self.wanted)
         if common is None:
             return
@@ -191,9 +176,9 @@ def copy_from_record(record: TensorRecord, wanted: TensorSlice, target: torch.Te
     else:
         data, dtype = record.elements or memoryview(b""), getattr(torch, stub.dtype)
         as_saved = wanted.sizes == stub.shape and target.dtype == dtype and not stub.signs
-        memory = memory_of(target) if as_saved else None
-        in_order = fills_storage(stub) and record.order == tuple(range(len(stub.shape)))
-        if memory is not None and in_order:
+        in_order = fills_storage(stub) and is_row_major(stub)
+        memory = memory_of(target) if as_saved and in_order else None
+        if memory is not None:
             memory[:] = data
             return
         source = elements(data, dtype)

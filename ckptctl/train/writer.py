@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -33,13 +34,10 @@ from ckptctl.formats.digests import Algorithm, Digester, Digests, checksumming
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import command_line
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.records.elements import block_of, joined, record_of
+from ckptctl.records.slices import block_of, joined, record_of
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, check_address, open_store, parent_url
 from ckptctl.train.tensor_copy import elements_of, is_plain, saved_strides
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +171,10 @@ class Writer(StorageWriter):
         """Write the files of this rank, durably; the future is done."""
         files = self._files(plan, planner)
         with self._opened() as (store, name):
-
-            def write(file: _ShardFile) -> WrittenFile:
-                return _write_file(store, f"{name}/{file.name}", file, self._algorithm)
-
             # No daemon threads: torch runs in these, and would abort where the process ends.
             pool = ThreadPoolExecutor(self._n_threads, "ckptctl-write")
             try:
-                written = [*pool.map(write, files)]
+                written = [*pool.map(partial(_write_file, store, name, self._algorithm), files)]
             finally:
                 pool.shutdown(cancel_futures=True)
             if store.folders is not None:
@@ -196,10 +190,8 @@ class Writer(StorageWriter):
             result.index: result.storage_data for written in results for result in written
         }
         metadata.storage_meta = self.storage_meta()
-        if "version" in {
-            field.name for field in dataclasses.fields(metadata)
-        }:  # torch 2.9 and later
-            metadata.version = filesystem.CURRENT_DCP_VERSION
+        if any(field.name == "version" for field in dataclasses.fields(metadata)):
+            metadata.version = filesystem.CURRENT_DCP_VERSION  # torch 2.9 and later
         data = pickle.dumps(metadata)
         if self._before_metadata is not None:
             self._before_metadata(data)
@@ -209,10 +201,7 @@ class Writer(StorageWriter):
                 store.folders.sync_folder("")
         digester = Digester(self._algorithm)
         digester.update(data)
-        self.written = {
-            **self.written,
-            self._metadata: WrittenFile(len(data), digester.digests()),
-        }
+        self.written = {**self.written, self._metadata: WrittenFile(len(data), digester.digests())}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -251,13 +240,9 @@ class Writer(StorageWriter):
         """The files of this rank, with their records in the order in which torch writes them."""
         items = plan.items
         shares = _shared(items, self._n_threads) if self._single_file else [[one] for one in items]
-        return [
-            _ShardFile(
-                f"__{plan.storage_data}_{number}.distcp",
-                [_record_of(item, planner) for item in share],
-            )
-            for number, share in enumerate(shares)
-        ]
+        name = f"__{plan.storage_data}_{{}}.distcp"
+        records = ([_record_of(item, planner) for item in share] for share in shares)
+        return [_ShardFile(name.format(number), held) for number, held in enumerate(records)]
 
 
 def _shared(items: Sequence[WriteItem], n_files: int) -> list[list[WriteItem]]:
@@ -278,9 +263,7 @@ def _shared(items: Sequence[WriteItem], n_files: int) -> list[list[WriteItem]]:
 def _n_bytes(item: WriteItem) -> int:
     """How many bytes the elements of an item take up; 0 for a value."""
     about = item.tensor_data
-    if about is None:
-        return 0
-    return prod(about.chunk.sizes) * about.properties.dtype.itemsize
+    return 0 if about is None else prod(about.chunk.sizes) * about.properties.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,11 +319,9 @@ class _ShardFile:
 
     @property
     def size(self) -> int:
-        """The bytes of the whole file."""
         return sum(record.length for record in self.records)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Its bytes, in order."""
         for record in self.records:
             yield from record.pieces()
 
@@ -353,50 +334,31 @@ class _ShardFile:
             at += record.length
 
 
-def _write_file(store: Store, path: str, file: _ShardFile, algorithm: Algorithm) -> WrittenFile:
+def _write_file(store: Store, step: str, algorithm: Algorithm, file: _ShardFile) -> WrittenFile:
     """Write one file of a step, and digest it on the way."""
-    digested = _Digested(lambda: joined(file.pieces()), algorithm, store.upload_checksum)
-    put = store.put_pieces if store.folders is None else store.folders.write_in_place
-    put(path, digested.pieces, file.size)
-    written = digested.written()
-    if written.size != file.size:
-        raise SaveFailed(
-            f"{path} was planned with {file.size:,} bytes, and {written.size:,} were written: a "
-            "tensor was changed while it was saved"
-        )
-    return written
+    path = f"{step}/{file.name}"
+    written: list[WrittenFile] = []
 
-
-class _Digested:
-    """Bytes of a file, digested as they are taken; a storage may ask for them again."""
-
-    def __init__(
-        self,
-        source: Callable[[], Iterable[memoryview]],
-        algorithm: Algorithm,
-        checksum: str | None = None,
-    ) -> None:
-        self._source = source
-        self._kinds = algorithm, checksum
-        self._begin()
-
-    def _begin(self) -> None:
-        algorithm, checksum = self._kinds
-        self._digester = Digester(algorithm)
-        self._checksum = None if checksum is None else checksumming(checksum)
-        self._size = 0
-
-    def pieces(self) -> Iterator[memoryview]:
-        """The bytes, from the beginning."""
-        self._begin()
-        for piece in self._source():
-            self._digester.update(piece)
-            if self._checksum is not None:
-                self._checksum.update(piece)
-            self._size += len(piece)
+    def digested() -> Iterator[memoryview]:
+        # The storage may ask for them again: the last time counts.
+        digester, size = Digester(algorithm), 0
+        kind = store.upload_checksum
+        checksum = None if kind is None else checksumming(kind)
+        for piece in joined(file.pieces()):
+            digester.update(piece)
+            if checksum is not None:
+                checksum.update(piece)
+            size += len(piece)
             yield piece
+        of_store = None if checksum is None else checksum.hexdigest()
+        written.append(WrittenFile(size, digester.digests(), of_store))
 
-    def written(self) -> WrittenFile:
-        """The file, once all of it was taken."""
-        checksum = None if self._checksum is None else self._checksum.hexdigest()
-        return WrittenFile(self._size, self._digester.digests(), checksum)
+    put = store.put_pieces if store.folders is None else store.folders.write_in_place
+    put(path, digested, file.size)
+    size = written[-1].size if written else 0
+    if size != file.size:
+        raise SaveFailed(
+            f"{path} was planned with {file.size:,} bytes, and {size:,} were written: a tensor was "
+            "changed while it was saved"
+        )
+    return written[-1]

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.records.byte_pass import read_run
-from ckptctl.records.elements import StridedSink, element_runs
 from ckptctl.records.slices import (
     Strided,
+    StridedSink,
     TensorSlice,
     aligned,
     copy_strided,
+    element_runs,
     position,
     row_major,
 )

@@ -24,10 +24,10 @@ from ckptctl.inspection.content import ContentCheck
 from ckptctl.model import ByteRange, BytesEntry, Metadata
 from ckptctl.records import byte_pass
 from ckptctl.records.byte_pass import Limits, Piece, Stop, read_runs
-from ckptctl.records.content_runs import RecordRun, record_runs
 from ckptctl.records.opening import ZSTD
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
+from ckptctl.records.verification import RecordRun, record_runs
 from ckptctl.storage.contract import ShortRead, Store, StoreKind
 from ckptctl.storage.local import LocalStore
 
@@ -90,7 +90,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(byte_pass, "PIECE_BYTES", 1300)
         monkeypatch.setattr(byte_pass, "OBJECT_PIECE_BYTES", 1700)
     if request.param == "cut into blocks":
-        monkeypatch.setattr("ckptctl.records.content_runs.BLOCK_BYTES", 4096)
+        monkeypatch.setattr("ckptctl.records.verification.BLOCK_BYTES", 4096)
     return str(request.param)
 
 

@@ -66,7 +66,7 @@ def test_each_tensor_is_told_with_its_counts_and_the_step_stays_complete(
     if pieces != "whole":
         monkeypatch.setattr(byte_pass, "PIECE_BYTES", 1301)
     if pieces == "cut into blocks":
-        monkeypatch.setattr("ckptctl.records.content_runs.BLOCK_BYTES", 4098 + 1)
+        monkeypatch.setattr("ckptctl.records.verification.BLOCK_BYTES", 4098 + 1)
     report = scan(saved(tmp_path, state))
     assert (report.verdict, report.exit_code, report.level) == (Verdict.COMPLETE, 0, Level.CONTENT)
     assert said(report) == EXPECTED

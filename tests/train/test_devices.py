@@ -95,7 +95,6 @@ def test_a_device_that_computes_correctly_has_no_fault(device):
     report = check_gpu(device)
     assert report is not None
     assert report.fault is None
-    assert (report.free is not None) == (device == "cuda")
 
 
 @pytest.mark.slow

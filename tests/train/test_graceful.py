@@ -27,7 +27,6 @@ with GracefulStop() as stop:
         if stop.agreed():
             say("saved", step, stop.stopped_by.name)
             break
-say(stop.document())
 sys.exit(stop.exit_code)
 """
 
@@ -86,7 +85,7 @@ def test_handlers_are_given_back_and_a_stop_that_nobody_asked_for_ends_with_0():
                 time.sleep(0.001)
             assert stop.agreed()
             assert stop.agreed()
-            assert (stop.exit_code, stop.document()["signal"]) == (128 + signal.SIGUSR1, "SIGUSR1")
+            assert (stop.exit_code, stop.stopped_by) == (128 + signal.SIGUSR1, signal.SIGUSR1)
             assert 0 < stop.left_s <= 600
         assert heard == []
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -181,7 +180,6 @@ def test_one_rank_that_is_told_stops_all_at_the_same_step(tmp_path: Path):
     saved = {line for _, out, _ in ended for line in out if line.startswith("saved")}
     assert len(saved) == 1
     assert saved.pop().endswith("SIGUSR1")
-    assert all("'how': 'preempted'" in out[-1] for _, out, _ in ended)
 
 
 @pytest.mark.torch

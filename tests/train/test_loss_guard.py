@@ -72,7 +72,7 @@ def test_so_many_bad_ones_in_a_row_stop_and_a_sound_one_starts_the_count_again()
     assert verdict.stop
     assert verdict.in_a_row == 3
     assert verdict.message == (
-        "step 6: the loss is nan, the 3rd bad one in a row; do not resume from the newest step"
+        "step 6: the loss is nan, 3 bad losses in a row; do not resume from the newest step"
     )
 
 

@@ -16,8 +16,11 @@ from torch.distributed import checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import planner as planning  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 
-from ckptctl.records.elements import element_runs  # noqa: E402
-from ckptctl.records.slices import TensorSlice, dense_order  # noqa: E402
+from ckptctl.records.slices import (  # noqa: E402
+    TensorSlice,
+    dense_order,
+    element_runs,
+)
 from ckptctl.records.verification import ElementChecksum  # noqa: E402
 from ckptctl.storage.contract import spread  # noqa: E402
 from ckptctl.train import Reader  # noqa: E402
