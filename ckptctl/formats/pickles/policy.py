@@ -1,7 +1,7 @@
 """One policy for the globals of every pickle of a step: harmless, able to act, or not known.
 
 `torch.load` and `pickle.load` import what a pickle names and call what it says, with the rights
-of the job. The tables of `known_globals` hold what frameworks write and what can act:
+of the job. The tables of `known_globals.txt` hold what frameworks write and what can act:
 
 - A global that can act (call, import, open, evaluate, read attributes) is unsafe wherever it is
   named, called or not: what is passed to an unknown class may be called there.
@@ -21,8 +21,8 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 
-from ckptctl.formats.pickles import known_globals as tables
 from ckptctl.formats.pickles.stubs import Acts, Callee, Malformed, Stub, shown
 
 
@@ -353,63 +353,38 @@ def _root(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _table(text: str) -> Mapping[str, frozenset[str]]:
+def _tables(text: str) -> Mapping[str, list[str]]:
+    """The lines of each table, by its name."""
+    tables: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("["):
+            lines = tables.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    return tables
+
+
+def _by_module(lines: Iterable[str]) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
-    for line in text.strip().splitlines():
+    for line in lines:
         module, _, names = line.partition(":")
         found.setdefault(module, set()).update(names.split())
     return {module: frozenset(names) for module, names in found.items()}
 
 
-def _joined(parts: Iterable[Mapping[str, frozenset[str]]]) -> Mapping[str, frozenset[str]]:
-    return {module: names for part in parts for module, names in part.items()}
+def _words(lines: Iterable[str]) -> frozenset[str]:
+    return frozenset(word for line in lines for word in line.split())
 
 
-_LISTED = _joined((_table(tables.STANDARD_LIBRARY), _table(tables.FRAMEWORKS)))
-_ACTING_MODULES = frozenset(tables.ACTING.split())
-_ACTING_BY_MODULE = _table(tables.ACTING_NAMES)
-_JUDGED = frozenset(tables.JUDGED.split())
-_LIBRARY = frozenset(sys.stdlib_module_names) | {
-    # Modules that another version of Python has, or had.
-    *("asynchat", "asyncore", "imp", "smtpd", "distutils", "binhex", "formatter", "parser"),
-    *("symbol", "macpath", "aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr"),
-    *("mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau"),
-    *("telnetlib", "uu", "xdrlib", "lib2to3", "compression", "annotationlib", "_android_support"),
-    *(
-        "popen2",
-        "commands",
-        "exceptions",
-        "cPickle",
-        "__builtin__",
-        "copy_reg",
-        "string",
-        "new",
-        "posixfile",
-    ),
-}
+_TABLES = _tables(Path(__file__).with_name("known_globals.txt").read_text("utf-8"))
+_LISTED = _by_module(_TABLES["standard-library"]) | _by_module(_TABLES["frameworks"])
+_ACTING_MODULES = _words(_TABLES["acting"])
+_ACTING_BY_MODULE = _by_module(_TABLES["acting-names"])
+_ACTING_ANYWHERE = _words(_TABLES["acting-anywhere"])
+_JUDGED = _words(_TABLES["judged"])
+_LIBRARY = frozenset(sys.stdlib_module_names) | _words(_TABLES["other-pythons"])
 _EXCEPTIONS = frozenset(
     name
     for name in dir(builtins)
     if name.endswith(("Error", "Exception", "Warning", "Exit", "Iteration", "Interrupt", "Group"))
-)
-_ACTING_ANYWHERE = frozenset(
-    {
-        *("os", "posix", "nt", "sys", "builtins", "subprocess", "importlib", "shutil", "socket"),
-        *(
-            "pty",
-            "ctypes",
-            "runpy",
-            "marshal",
-            "pickle",
-            "_pickle",
-            "webbrowser",
-            "multiprocessing",
-        ),
-        *("system", "popen", "Popen", "exec", "execfile", "eval", "open", "import_module"),
-        *("check_output", "check_call", "getoutput", "getstatusoutput", "run_path", "run_module"),
-        *("getattr", "setattr", "delattr", "globals", "locals", "breakpoint", "attrgetter"),
-        *("methodcaller", "FunctionType", "CodeType", "execv", "execve", "execl", "execvp"),
-        *("spawnl", "spawnv", "spawnve", "spawnvp", "fork", "forkpty", "startfile", "rmtree"),
-        *("unlink", "func_globals", "func_code", "urlopen", "urlretrieve", "startfile"),
-    }
 )
