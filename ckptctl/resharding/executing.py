@@ -48,9 +48,7 @@ from ckptctl.resharding.writing import (
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import (
-    Closing,
     Data,
-    Folders,
     OpenFile,
     Span,
     Store,
@@ -377,7 +375,7 @@ class _Work:
         self.place.move(self.identity)
 
 
-def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:
+def check_space(folders: LocalStore, url: str, name: str, n_bytes: int) -> None:
     """Raise `StorageUnavailable` if there is no space for `n_bytes` more."""
     needed = n_bytes + _SPARE_BYTES
     free = folders.file_system().free_bytes
@@ -495,7 +493,7 @@ class _WithFiles(Wrapped):
         return sorted([*found, *more], key=attrgetter("path"))
 
 
-class _BytesFile(Closing):
+class _BytesFile(OpenFile):
     """See `OpenFile`."""
 
     def __init__(self, data: bytes) -> None:

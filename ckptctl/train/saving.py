@@ -54,7 +54,8 @@ from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import bound, digested, digests_for, identity_of, is_sealed
 from ckptctl.signatures import public_key, public_key_of
-from ckptctl.storage.contract import Folders, Store
+from ckptctl.storage.contract import Store
+from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import join_url
 from ckptctl.train.abandoning import HeldRoot, move_aside
 from ckptctl.train.held_once import LowestRankPlanner
@@ -254,7 +255,7 @@ class StepSave:
             folders.make_folder(self.name)
         return moved
 
-    def _move_aside(self, folders: Folders, name: str) -> str:
+    def _move_aside(self, folders: LocalStore, name: str) -> str:
         try:
             return folders.path_of(move_aside(folders, self._attempt.token, name))
         except StorageError as error:

@@ -132,7 +132,6 @@ class Readable(Protocol):
 
     def get(self, start: int, end: int) -> bytes | None:
         """The bytes from `start` to `end`, None where not all of them were read."""
-        ...
 
 
 class View(NamedTuple):
