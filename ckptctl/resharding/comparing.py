@@ -32,6 +32,7 @@ from ckptctl.options import Requirements, StorageKeywords, StorageOptions, optio
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.loading import is_row_major
 from ckptctl.records.slices import TensorSlice, blocks
+from ckptctl.resharding.executing import WriteProgress, in_threads
 from ckptctl.resharding.reading import FlatFile, open_flat, read_safetensors, storage_of
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
@@ -46,7 +47,6 @@ from ckptctl.resharding.sources import (
     read_values,
     source_of,
 )
-from ckptctl.resharding.writing import WriteProgress, in_threads
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import read_range
 

@@ -32,7 +32,7 @@ from ckptctl.formatting import command_line, counted
 from ckptctl.model import DTYPE_SIZES, TensorEntry
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.executing import Place
+from ckptctl.resharding.executing import Place, WriteProgress, in_threads, prove
 from ckptctl.resharding.results import left_out
 from ckptctl.resharding.sources import (
     CopiedBytes,
@@ -44,7 +44,6 @@ from ckptctl.resharding.sources import (
     ThreadLimits,
     read_values,
 )
-from ckptctl.resharding.writing import WriteProgress, in_threads, prove
 from ckptctl.storage.opening import join_url
 
 FILE_BYTES = 5_000_000_000

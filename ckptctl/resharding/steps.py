@@ -24,7 +24,7 @@ from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
-from ckptctl.resharding.executing import Place, WriteOptions, write
+from ckptctl.resharding.executing import DEFAULT_MEMORY, Place, WriteOptions, write
 from ckptctl.resharding.planning import (
     Plan,
     TargetLayout,
@@ -39,7 +39,6 @@ from ckptctl.resharding.sources import (
     refusal,
     source_of,
 )
-from ckptctl.resharding.writing import DEFAULT_MEMORY
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import ShortRead

@@ -260,7 +260,8 @@ class ObstoreClient:
 
         pages = obstore.list(self._store, prefix or None)
         found = [_info(item) for page in pages for item in page]
-        folders = {info.path[:at] for info in found for at in _slashes(info.path)}
+        slashes = ((info.path, at) for info in found for at, c in enumerate(info.path) if c == "/")
+        folders = {path[:at] for path, at in slashes}
         return [info for info in found if info.size or info.path not in folders]
 
     def _level(self, prefix: str) -> list[FileInfo]:
@@ -340,10 +341,6 @@ def _info(item: Any) -> FileInfo:
     return FileInfo(
         item["path"], item["size"], item["last_modified"].timestamp(), item["e_tag"] or ""
     )
-
-
-def _slashes(path: str) -> list[int]:
-    return [at for at, char in enumerate(path) if char == "/"]
 
 
 def _first_line(exc: BaseException) -> str:

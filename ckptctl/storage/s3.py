@@ -223,9 +223,6 @@ _CLOCK = Meaning(
     "the clocks of this machine and of the storage differ too much ({answer})",
     "timedatectl status",
 )
-_SUSPENDED = Meaning(
-    AccessDenied, "the account or its user is suspended, closed or not signed up ({answer})"
-)
 _REGION = Meaning(
     StorageMisconfigured,
     "the bucket is in {region}, but the request went to another region ({answer})",
@@ -238,71 +235,48 @@ _FULL = Meaning(
     "aws s3 ls --summarize --human-readable --recursive s3://{bucket}",
 )
 _CONDITION = Meaning(AlreadyExists, "{where} already exists; it was not changed")
+_ARCHIVED = Meaning(
+    ObjectArchived,
+    "the object is archived and cannot be read until it is restored ({answer}); the credentials "
+    "are valid",
+    "aws s3api restore-object --bucket {bucket} --key {key} --restore-request Days=7",
+)
 _PASSES = Meaning(Transient, "{answer}")
+_THROTTLED = Meaning(Throttled, "{answer}")
 
 
-MEANINGS: Mapping[str, Meaning] = {
-    **dict.fromkeys(
-        (
-            *("AccessDenied", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"),
-            *("TokenRefreshRequired", "InvalidSecurity", "MissingSecurityHeader"),
-        ),
-        _CREDENTIALS,
-    ),
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), _EXPIRED),
-    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _CLOCK),
-    **dict.fromkeys(
-        ("AccountProblem", "AllAccessDisabled", "NotSignedUp", "UserSuspended"), _SUSPENDED
-    ),
-    **dict.fromkeys(("KMS.AccessDeniedException", "KMS.AccessDenied"), _KEY_DENIED),
-    **dict.fromkeys(
-        (
-            *("KMS.DisabledException", "KMS.NotFoundException", "KMS.InvalidStateException"),
-            *("KMS.KMSInvalidStateException", "KMS.InvalidKeyUsageException"),
-        ),
-        _KEY_UNUSABLE,
-    ),
-    **dict.fromkeys(
-        (
-            *("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
-            *("IllegalLocationConstraintException", "InvalidRegionName"),
-        ),
-        _REGION,
-    ),
-    "InvalidBucketName": Meaning(
+_CODES: Mapping[Meaning, str] = {
+    _CREDENTIALS: "AccessDenied InvalidAccessKeyId InvalidToken SignatureDoesNotMatch "
+    "TokenRefreshRequired InvalidSecurity MissingSecurityHeader",
+    _EXPIRED: "ExpiredToken ExpiredTokenException",
+    _CLOCK: "RequestTimeTooSkewed RequestExpired",
+    Meaning(
+        AccessDenied, "the account or its user is suspended, closed or not signed up ({answer})"
+    ): "AccountProblem AllAccessDisabled NotSignedUp UserSuspended",
+    _KEY_DENIED: "KMS.AccessDeniedException KMS.AccessDenied",
+    _KEY_UNUSABLE: "KMS.DisabledException KMS.NotFoundException KMS.InvalidStateException "
+    "KMS.KMSInvalidStateException KMS.InvalidKeyUsageException",
+    _REGION: "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraint "
+    "IllegalLocationConstraintException InvalidRegionName",
+    Meaning(
         StorageMisconfigured, "{bucket} is not a valid bucket name ({answer})"
-    ),
-    "EntityTooLarge": Meaning(
+    ): "InvalidBucketName",
+    Meaning(
         StorageMisconfigured, "the object exceeds the size limit of the storage ({answer})"
-    ),
-    "InvalidObjectState": Meaning(
-        ObjectArchived,
-        "the object is archived and cannot be read until it is restored ({answer}); the "
-        "credentials are valid",
-        "aws s3api restore-object --bucket {bucket} --key {key} --restore-request Days=7",
-    ),
-    **dict.fromkeys(
-        ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "ServiceQuotaExceeded"),
-        _FULL,
-    ),
-    **dict.fromkeys(("InvalidObjectName", "KeyTooLongError", "NoSuchKey"), _NO_SUCH_NAME),
-    **dict.fromkeys(
-        ("BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
-        Meaning(ChangedOnTheWay, "{answer}"),
-    ),
-    **dict.fromkeys(
-        ("NoSuchUpload", "InvalidPart", "InvalidPartOrder"), Meaning(NoSuchUpload, "{answer}")
-    ),
-    **dict.fromkeys(
-        ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"),
-        Meaning(Throttled, "{answer}"),
-    ),
-    **dict.fromkeys(
-        ("InternalError", "RequestTimeout", "ServiceUnavailable", "IncompleteBody"), _PASSES
-    ),
-    "KMS.ThrottlingException": Meaning(Throttled, "{answer}"),
-    "NoSuchBucket": Meaning(NoSuchBucket, "the bucket does not exist"),
+    ): "EntityTooLarge",
+    _ARCHIVED: "InvalidObjectState",
+    _FULL: "QuotaExceeded XMinioStorageFull InsufficientStorage ServiceQuotaExceeded",
+    _NO_SUCH_NAME: "InvalidObjectName KeyTooLongError NoSuchKey",
+    Meaning(ChangedOnTheWay, "{answer}"): "BadDigest XAmzContentChecksumMismatch "
+    "XAmzContentSHA256Mismatch",
+    Meaning(NoSuchUpload, "{answer}"): "NoSuchUpload InvalidPart InvalidPartOrder",
+    _THROTTLED: "SlowDown Throttling ThrottlingException RequestLimitExceeded "
+    "KMS.ThrottlingException",
+    _PASSES: "InternalError RequestTimeout ServiceUnavailable IncompleteBody",
+    Meaning(NoSuchBucket, "the bucket does not exist"): "NoSuchBucket",
 }
+
+MEANINGS = {code: meaning for meaning, codes in _CODES.items() for code in codes.split()}
 """By error code. Sources: Amazon S3 API reference, error responses; AWS KMS, error codes of
 Decrypt; Ceph 16 `src/rgw/rgw_common.cc`; MinIO `cmd/api-errors.go`."""
 
@@ -316,7 +290,7 @@ _BY_STATUS: Mapping[int, Meaning] = {
     412: _CONDITION,
     416: Meaning(ShortRead, "the object ends before the requested bytes"),
     425: _PASSES,
-    429: Meaning(Throttled, "{answer}"),
+    429: _THROTTLED,
     501: Meaning(CannotCreate, "the storage does not implement this ({answer})"),
     507: _FULL,
 }
