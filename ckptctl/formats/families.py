@@ -323,9 +323,7 @@ class _GridFile(NamedTuple):
 
 
 def grids_of(
-    files: Iterable[FileInfo],
-    layout: str = "",
-    stated: Mapping[str, int] | None = None,
+    files: Iterable[FileInfo], layout: str = "", stated: Mapping[str, int] | None = None
 ) -> tuple[Family, ...]:
     """The families of rank files among the files of a step of `layout`.
 

@@ -36,30 +36,16 @@ from ckptctl.formats.frameworks.layouts import (
 )
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.content import Asked
-from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
+from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.model import SHARDED, Level, PartFormat
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
 from ckptctl.resharding.executing import DEFAULT_MEMORY, WriteOptions
-from ckptctl.resharding.exporting import (
-    Export,
-    to_flat,
-    to_safetensors,
-    write_export,
-)
+from ckptctl.resharding.exporting import Export, to_flat, to_safetensors, write_export
 from ckptctl.resharding.planning import check_world_size
 from ckptctl.resharding.results import Converted, not_converted
-from ckptctl.resharding.sources import (
-    SourceDamaged,
-    check_format,
-    source_in,
-    source_of,
-)
-from ckptctl.resharding.steps import (
-    inspect_whole,
-    target_place,
-)
-from ckptctl.selection.targets import parse_target
+from ckptctl.resharding.sources import SourceDamaged, check_format, source_in, source_of
+from ckptctl.resharding.steps import check_is_path, inspect_whole, target_place
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import ShortRead
 from ckptctl.storage.opening import join_url, parent_url
@@ -92,13 +78,7 @@ from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.planning import TargetLayout, plan
 from ckptctl.resharding.reading import SafetensorsPart, files_of_index, open_flat, read_safetensors
 from ckptctl.resharding.results import left_out
-from ckptctl.resharding.sources import (
-    RankFile,
-    Source,
-    SourcePart,
-    check_is_copied,
-    refusal,
-)
+from ckptctl.resharding.sources import RankFile, Source, SourcePart, check_is_copied, refusal
 from ckptctl.storage.contract import Store, list_if_there
 from ckptctl.storage.opening import base_name, open_store
 
@@ -162,13 +142,7 @@ def convert(
         file_bytes,
         WriteOptions(accept_unverifiable, memory, jobs, key, on_progress=on_progress),
     )
-    if parse_target(target).name is None:
-        path = join_url(parse_target(target).root, "step_1200")
-        raise UsageError(
-            f"{target}: give the target as a path, such as {path}",
-            instead_of=target,
-            instead=path,
-        )
+    check_is_path(target, "the target")
     with one_file(source, storage) as file:
         if file is not None:
             return _from_file(asked, file, storage)
@@ -198,9 +172,7 @@ def _from_file(asked: Conversion, file: OneFile, storage: StorageOptions) -> Con
     if name == METADATA or shard_rank(name) is not None:
         step = parent_url(asked.source)
         raise UsageError(
-            f"{asked.source} is a part of the step {step}",
-            instead_of=asked.source,
-            instead=step,
+            f"{asked.source} is a part of the step {step}", instead_of=asked.source, instead=step
         )
     is_safetensors = name.endswith((SUFFIX, INDEX_SUFFIX))
     _check_makes_step(asked, "one of safetensors" if is_safetensors else "one of torch.save")
@@ -266,9 +238,7 @@ def _not_one_file(asked: Conversion, inspected: Inspection) -> UsageError:
     if len(whole) < len(held):
         return UsageError(message, next_command=command_line("show", asked.source))
     return UsageError(
-        message,
-        instead_of=asked.source,
-        instead=join_url(asked.source.rstrip("/"), whole[0]),
+        message, instead_of=asked.source, instead=join_url(asked.source.rstrip("/"), whole[0])
     )
 
 
@@ -293,7 +263,8 @@ def _check_makes_step(asked: Conversion, what: str) -> None:
     """Raise `UsageError` if the target's name or the options do not fit a step."""
     subject = f"{asked.source} is {what}, which becomes a step of sharded DCP"
     if asked.is_file:
-        step = asked.target[: -len(_ending(asked.name))]
+        ending = next(end for end in (*FLAT_SUFFIXES, SUFFIX) if asked.name.endswith(end))
+        step = asked.target.removesuffix(ending)
         raise UsageError(
             f"{subject}: {asked.name} is not a name for one; create the step first, then "
             f"{asked.name} of that",
@@ -305,10 +276,6 @@ def _check_makes_step(asked: Conversion, what: str) -> None:
             f"{subject}: --strip and --file-size are for a step that becomes safetensors",
             without=("--strip", "--file-size"),
         )
-
-
-def _ending(name: str) -> str:
-    return next(end for end in (*FLAT_SUFFIXES, SUFFIX) if name.endswith(end))
 
 
 def _from_step(
@@ -333,11 +300,8 @@ def _from_step(
             room = asked.options.budget(found.store, place.store)
             write_export(source, export, place, room, asked.options.on_progress)
             return _written(asked, found.url, place.url, export, inspected.report)
-        except SourceDamaged as error:
-            report = source_in(inspected, ()).with_damage(error.finding)
-            return not_converted(found.url, place.url, report)
-        except ShortRead as error:
-            report = source_in(inspected, ()).with_damage(inspection_failed(found, error))
+        except (SourceDamaged, ShortRead) as error:
+            report = source_in(inspected, ()).report_after(error)
             return not_converted(found.url, place.url, report)
 
 
@@ -516,7 +480,7 @@ def import_flat(source: OneFile, asked: Conversion, place: Place) -> Converted:
         part = flat.part(only_model=asked.only_model)
     except SourceDamaged as damage:
         return not_converted(source.url, place.url, report.with_findings(damage.finding))
-    if not flat.has_crcs:
+    if not flat.directory.has_crcs:
         why = "was saved without checksums: its bytes cannot be verified"
         report = report.with_findings(_unproven(source.file.path, why, asked))
     return _import(source.source(report, part, [source.file]), (), asked, place)
@@ -609,7 +573,7 @@ def import_folder(
             "model converts the model alone",
             instead="--only model",
         )
-    notes += _left_out([*kinds], "of train state beside the safetensors")
+    notes += left_out([*kinds], "of train state beside the safetensors")
     return _import(source_in(inspected, [folder.part for folder in read]), notes, asked, place)
 
 
@@ -626,8 +590,8 @@ def _safetensors(inspected: Inspection, under: str) -> tuple[list[SafetensorsPar
     ]
     unnamed = [name for part in read for name in part.unnamed]
     return read, [
-        *_left_out(unnamed, "of safetensors that the index does not name"),
-        *_left_out(below, "of safetensors below", "folder"),
+        *left_out(unnamed, "of safetensors that the index does not name"),
+        *left_out(below, "of safetensors below", "folder"),
     ]
 
 
@@ -648,7 +612,7 @@ def _import_save(
         return not_converted(url, place.url, report)
     folders = [folder for part in inspected.parts for folder in part.safetensors]
     below = [folder.path for folder in folders if folder.path]
-    notes = [*_left_out(below, "of safetensors below", "folder")]
+    notes = [*left_out(below, "of safetensors below", "folder")]
     try:
         for number, files in save.models.items():
             path = MODEL_FOLDERS.format(number)
@@ -682,11 +646,6 @@ def _flat_part(opened: OpenStep, file: FileInfo, path: str, key: str) -> SourceP
     return open_flat(opened.store, there, join_url(opened.url, file.path)).part(path, key)
 
 
-def _left_out(names: Sequence[str], what: str, noun: str = "file") -> Iterator[Finding]:
-    if names:
-        yield left_out(f"{counted(len(names), noun)} {what}", names)
-
-
 def _import(source: Source, notes: Sequence[Finding], asked: Conversion, place: Place) -> Converted:
     if asked.refuses(source.report):
         return not_converted(source.url, place.url, source.report)
@@ -701,12 +660,11 @@ def _import(source: Source, notes: Sequence[Finding], asked: Conversion, place: 
     try:
         made = write(planned, place, asked.options.budget(stores[0], place.store), asked.options)
     except SourceDamaged as damage:
-        return not_converted(source.url, place.url, source.with_damage(damage.finding))
+        return not_converted(source.url, place.url, source.report_after(damage))
     if isinstance(made, Report):
         return not_converted(source.url, place.url, made)
-    n_tensors = sum(part.n_cut + part.n_whole for part in planned.parts)
-    n_others = sum(len(part.entries) for part in planned.parts) - n_tensors
-    what = counted(n_tensors, "tensor")
+    n_others = planned.n_values
+    what = counted(planned.n_tensors, "tensor")
     if n_others:
         what += f" and {counted(n_others, 'value')}"
     proof = "verified at level content, sealed"
@@ -717,7 +675,7 @@ def _import(source: Source, notes: Sequence[Finding], asked: Conversion, place: 
         target=place.url,
         format="dcp",
         written=True,
-        n_tensors=n_tensors,
+        n_tensors=planned.n_tensors,
         n_files=len(planned.shards) + len(planned.parts),
         n_bytes=planned.n_bytes,
         findings=tuple(notes),

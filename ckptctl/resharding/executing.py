@@ -56,7 +56,7 @@ from ckptctl.records.byte_pass import PIECE_BYTES, CrcRun, Limits, OnProgress, r
 from ckptctl.records.elements import record_of
 from ckptctl.records.loading import TensorRecord, WrongElements
 from ckptctl.records.verification import CrcPart, RecordPass, check_parts, combined_crc
-from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
+from ckptctl.resharding.planning import LightestRank, PartPlan, Plan, TargetFile, new_metadata
 from ckptctl.resharding.sources import (
     SMALLEST_BLOCK,
     CopiedBytes,
@@ -99,42 +99,13 @@ _LARGEST_BLOCK = 2 << 20
 _PARTS_IN_FLIGHT = 5
 
 
-def budget(memory: int, jobs: int | None, source: Store, target: Store) -> ThreadLimits:
-    """The threads and buffers that fit in `memory` bytes; raises `UsageError` if too little.
-
-    An upload holds a few more parts.
-    """
-    if memory < MIN_MEMORY:
-        raise OptionError(
-            "--memory",
-            f"is {memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
-            instead="--memory 256M",
-        )
-    waits = StoreKind.LOCAL not in (source.kind, target.kind) or source.kind is StoreKind.OBJECT
-    # A thread that flushes its file leaves its processor to one more.
-    usual = _MAX_JOBS if waits else min(_MAX_JOBS, (os.cpu_count() or 1) + 1)
-    upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is StoreKind.OBJECT else 0
-    free = memory - _OWN_BYTES
-    n = max(1, min(jobs or usual, free // (upload + 8 * SMALLEST_BLOCK)))
-    each = free // n - upload
-    block = SMALLEST_BLOCK
-    while block < _LARGEST_BLOCK and 8 * block <= each:
-        block *= 2
-    return ThreadLimits(n, block, max(0, each - 2 * block) // 2)
-
-
 def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
     """The files that process `rank` of `size` writes: about as many bytes as the others."""
     if size == 1:
         return tuple(files)
-    loads = [0] * size
-    own = []
-    for file in sorted(files, key=lambda each: -each.n_bytes):
-        lightest = loads.index(min(loads))
-        loads[lightest] += file.n_bytes
-        if lightest == rank:
-            own.append(file)
-    return tuple(own)
+    lightest = LightestRank([0] * size)
+    in_order = sorted(files, key=lambda file: -file.n_bytes)
+    return tuple(file for file in in_order if lightest.give(file.n_bytes) == rank)
 
 
 T = TypeVar("T")
@@ -192,11 +163,7 @@ class FileCopy:
     """
 
     def __init__(
-        self,
-        file: TargetFile,
-        files: SourceFiles,
-        room: ThreadLimits,
-        count: Callable[[int], None],
+        self, file: TargetFile, files: SourceFiles, room: ThreadLimits, count: Callable[[int], None]
     ) -> None:
         self.proof: list[CopiedBytes] = []
         self._file = file
@@ -434,8 +401,27 @@ class WriteOptions:
     on_progress: OnProgress | None = None
 
     def budget(self, source: Store, target: Store) -> ThreadLimits:
-        """How many threads write, and what each may hold; raises `UsageError`."""
-        return budget(self.memory, self.jobs, source, target)
+        """The threads and buffers that fit in `memory` bytes; raises `UsageError` if too little.
+
+        An upload holds a few more parts.
+        """
+        if self.memory < MIN_MEMORY:
+            raise OptionError(
+                "--memory",
+                f"is {self.memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
+                instead="--memory 256M",
+            )
+        waits = StoreKind.LOCAL not in (source.kind, target.kind) or source.kind is StoreKind.OBJECT
+        # A thread that flushes its file leaves its processor to one more.
+        usual = _MAX_JOBS if waits else min(_MAX_JOBS, (os.cpu_count() or 1) + 1)
+        upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is StoreKind.OBJECT else 0
+        free = self.memory - _OWN_BYTES
+        n = max(1, min(self.jobs or usual, free // (upload + 8 * SMALLEST_BLOCK)))
+        each = free // n - upload
+        block = SMALLEST_BLOCK
+        while block < _LARGEST_BLOCK and 8 * block <= each:
+            block *= 2
+        return ThreadLimits(n, block, max(0, each - 2 * block) // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,11 +475,7 @@ class _Work:
     """The stages of `write`, and the state that they share."""
 
     def __init__(
-        self,
-        plan: Plan,
-        place: Place,
-        room: ThreadLimits,
-        on_progress: OnProgress | None,
+        self, plan: Plan, place: Place, room: ThreadLimits, on_progress: OnProgress | None
     ) -> None:
         self.plan = plan
         self.place = place
@@ -643,7 +625,8 @@ class _Work:
             root = store.url.removeprefix("file://")
             return LocalStore(join_url(root, work_folder(self.identity)))
         metadata = self._metadata()
-        return with_files(store, {f"{self.place.name}/{p}": d for p, d in metadata.items()})
+        named = {f"{self.place.name}/{path}": data for path, data in metadata.items()}
+        return cast("Store", _StoreWithFiles(store, named))
 
     def publish(self) -> None:
         """Publish the step, atomically for each part."""
@@ -684,17 +667,12 @@ D = TypeVar("D", bytes, Data)
 _Read = Callable[[Iterable[Span]], Iterator[tuple[Span, D]]]
 
 
-def with_files(store: Store, files: Mapping[str, bytes]) -> Store:
-    """The store with a few small files in memory, by path, that are not written yet.
+class _StoreWithFiles(Wrapped):
+    """A store with a few small files in memory, by path, that are not written yet.
 
     Object stores have no rename: the metadata completes a step and is written last. To inspect
     the step before that, its store is shown with the metadata in memory.
     """
-    return cast("Store", _WithFiles(store, files))
-
-
-class _WithFiles(Wrapped):
-    """See `Store`."""
 
     def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
         super().__init__(store)
@@ -744,7 +722,7 @@ class _WithFiles(Wrapped):
             yield known.get(path) or Kept(path, why_none="it is not written yet")
 
     def retrying(self, retries: Retries) -> Store:
-        return with_files(self._store.retrying(retries), self._files)
+        return cast("Store", _StoreWithFiles(self._store.retrying(retries), self._files))
 
     def close(self) -> None:
         self._store.close()
@@ -761,8 +739,6 @@ class _WithFiles(Wrapped):
 
 
 class _BytesFile(OpenFile):
-    """See `OpenFile`."""
-
     def __init__(self, data: bytes) -> None:
         self._data = data
 

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from math import prod
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
@@ -25,11 +24,11 @@ from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes, is_name
 from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, nested, pickled_state
-from ckptctl.formats.archive.writing import Archive, strides_of
+from ckptctl.formats.archive.writing import Archive
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import command_line, counted
-from ckptctl.model import DTYPE_SIZES, TensorEntry
+from ckptctl.formatting import command_line
+from ckptctl.model import DTYPE_SIZES
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
 from ckptctl.resharding.executing import Place, WriteProgress, in_threads, prove
@@ -142,11 +141,8 @@ def to_safetensors(
         n_elements = sum(tensor.n_bytes for tensor in tensors.values())
         beside = ((_INDEX, index_bytes(names, n_elements)),)
     others = [entry.fqn for part in source.parts for entry in _others(part, only_model)]
-    findings = [*_files_left_out(source)]
-    if others:
-        named = counted(len(others), "entry", "entries")
-        findings.insert(0, left_out(f"{named} that safetensors cannot hold", others))
-    return Export(tuple(files), beside, 0, len(others), tuple(findings))
+    findings = _left_out(source, others, "that safetensors cannot hold")
+    return Export(tuple(files), beside, 0, len(others), findings)
 
 
 def to_flat(source: Source, *, only_model: bool) -> Export:
@@ -167,7 +163,8 @@ def to_flat(source: Source, *, only_model: bool) -> Export:
     for number, one in enumerate(tensors.values()):
         tensor = one.tensor.entry
         path = one.part.paths.get(tensor.fqn) or (tensor.fqn,)
-        leaves.append(FlatEntry(path, _stub(tensor, str(number))))
+        stub = TensorStub.row_major(tensor.dtype, tensor.shape, str(number))
+        leaves.append(FlatEntry(path, stub))
     order = {path: n for part in source.parts for n, path in enumerate(part.paths.values())}
     try:
         state = nested(sorted(leaves, key=lambda leaf: order.get(leaf.path, len(order))))
@@ -176,16 +173,8 @@ def to_flat(source: Source, *, only_model: bool) -> Export:
     sizes = [one.n_bytes for one in tensors.values()]
     archive = Archive(pickled_state(state), sizes)
     file = WholeFile("", tuple(tensors.values()), archive.n_bytes, archive.between)
-    findings = [*_files_left_out(source)]
-    if others:
-        named = counted(len(others), "entry", "entries")
-        findings.insert(0, left_out(f"{named} whose values are not plain", others))
-    return Export((file,), (), len(leaves) - len(tensors), len(others), tuple(findings))
-
-
-def _stub(tensor: TensorEntry, key: str) -> TensorStub:
-    shape = tensor.shape
-    return TensorStub(tensor.dtype, shape, strides_of(shape), 0, key, prod(shape))
+    findings = _left_out(source, others, "whose values are not plain")
+    return Export((file,), (), len(leaves) - len(tensors), len(others), findings)
 
 
 def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, WholeTensor]:
@@ -226,19 +215,15 @@ def _others(part: SourcePart, only_model: bool) -> Iterator[SourceBytes]:
     return (e for e in part.bytes_entries if not only_model or e.kind == "model")
 
 
-def _files_left_out(source: Source) -> Iterator[Finding]:
-    """Findings for sidecars, which the other formats cannot hold."""
+def _left_out(source: Source, others: Sequence[str], why: str) -> tuple[Finding, ...]:
+    """Remarks on entries, and on sidecars, which the other formats cannot hold."""
     held = [one.file.path for one in source.files if one.kind is not None]
-    if held:
-        yield left_out(f"{counted(len(held), 'file')} of train state beside the shards", held)
+    of_entries = left_out(others, why, "entry", "entries")
+    return (*of_entries, *left_out(held, "of train state beside the shards"))
 
 
 def write_export(
-    source: Source,
-    export: Export,
-    place: Place,
-    room: ThreadLimits,
-    on_progress: OnProgress | None,
+    source: Source, export: Export, place: Place, room: ThreadLimits, on_progress: OnProgress | None
 ) -> None:
     """Write, verify, read again, publish.
 
@@ -295,11 +280,7 @@ class _Copy:
     """Produces one file; `crc` is the checksum of all that was written."""
 
     def __init__(
-        self,
-        file: WholeFile,
-        room: ThreadLimits,
-        progress: WriteProgress,
-        proving: threading.Lock,
+        self, file: WholeFile, room: ThreadLimits, progress: WriteProgress, proving: threading.Lock
     ) -> None:
         self.file = file
         self.crc = 0

@@ -56,12 +56,7 @@ PRIVATE, SHARED = 0o600, 0o666
 
 
 def publish(
-    name: str,
-    data: Iterable[bytes | memoryview],
-    *,
-    within: int,
-    replace: bool,
-    mode: int = SHARED,
+    name: str, data: Iterable[bytes | memoryview], *, within: int, replace: bool, mode: int = SHARED
 ) -> None:
     """Create `name` with `data` in the folder `within` (a descriptor), durably.
 
@@ -162,11 +157,7 @@ def make_folder(name: str, *, within: int) -> None:
 
 
 def _write(
-    name: str,
-    data: Iterable[bytes | memoryview],
-    within: int,
-    flags: int,
-    mode: int = SHARED,
+    name: str, data: Iterable[bytes | memoryview], within: int, flags: int, mode: int = SHARED
 ) -> None:
     fd = os.open(name, flags, mode, dir_fd=within)
     try:

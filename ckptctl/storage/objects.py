@@ -206,10 +206,14 @@ class ObjectStore(Closing):
     def _listing(self, path: str, *, deep: bool) -> list[FileInfo]:
         prefix = self._prefix(path)
         infos = self._pages(path, partial(self._client.list_page, prefix, deep=deep))
-        return sorted(
-            (info.at(info.path[self._n_root :]) for info in infos if not _is_marker(info, prefix)),
-            key=attrgetter("path"),
+        # Web consoles create an empty object `step_5/` to display a folder.
+        markers = (prefix, prefix[:-1])
+        found = (
+            info.at(info.path[self._n_root :])
+            for info in infos
+            if info.path not in markers and (info.size or not info.path.endswith("/"))
         )
+        return sorted(found, key=attrgetter("path"))
 
     def _pages(self, path: str, ask: Callable[..., tuple[Iterable[T], object]]) -> Iterator[T]:
         """What all pages hold; `ask` returns a page, given its token, and the next token."""
@@ -319,8 +323,3 @@ def _in_parts(pieces: Iterator[memoryview], n_part: int) -> Iterator[bytes]:
                 part.clear()
     if part:
         yield bytes(part)
-
-
-def _is_marker(info: FileInfo, prefix: str) -> bool:
-    # Web consoles create an empty object `step_5/` to display a folder.
-    return info.path in (prefix, prefix[:-1]) or (info.path.endswith("/") and info.size == 0)

@@ -333,7 +333,10 @@ class _Content:
             return _MODEL
         if leaf.shape == () and "float" in leaf.dtype:
             return _MODEL
-        return StateKind(("other",), may_be=self._may_be(leaf))
+        if leaf.content == "count" or leaf.shape == ():
+            return StateKind(("other",), may_be=_SCALARS_ONLY)
+        may_be = _ANYTHING if leaf.content == "unread" or leaf.shape else _NO_TENSORS
+        return StateKind(("other",), may_be=may_be)
 
     def _is_buffer(self, leaf: Leaf, path: Words) -> bool:
         """Whether an entry is a tensor beside weights, as the counts of a normalization are.
@@ -343,11 +346,6 @@ class _Content:
         is_flat = len(leaf.path) == 1 and len(path) > 1
         is_tensor = leaf.shape is not None or (is_flat and leaf.content == "count")
         return is_tensor and path[:-1] in self._with_weights
-
-    def _may_be(self, leaf: Leaf) -> tuple[str, ...]:
-        if leaf.content == "count" or leaf.shape == ():
-            return _SCALARS_ONLY
-        return _ANYTHING if leaf.content == "unread" or leaf.shape else _NO_TENSORS
 
     def _kind_below(self, path: Words) -> str | None:
         """The kind of all that lies below one of the fronts of a path, the shortest first."""
@@ -422,7 +420,9 @@ class _Content:
             is_pair = "step" in names or len(_WORDS.moments & names) > 1
             is_named = any(_matches(_WORDS.optimizer_head, word) for word in owner[:2])
             is_named = is_named or ("state" in owner and not rest)
-            if is_named or is_pair or (owner and owner[-1].isdigit()) or self._is_keyed(owner):
+            is_numbered = bool(owner) and owner[-1].isdigit()
+            # The owner may also end with the path of a parameter, which lies elsewhere.
+            if is_named or is_pair or is_numbered or any(True for _ in self._parameters(owner)):
                 found.add(owner if not rest else path)
             elif rest:
                 inner[owner, rest].add(path[at])
@@ -435,10 +435,6 @@ class _Content:
         for path in optimizers:
             self._below.setdefault(path, "optimizer")
         self._of_owner.clear()
-
-    def _is_keyed(self, owner: Words) -> bool:
-        """Whether a path ends with that of a parameter which lies elsewhere."""
-        return next(self._parameters(owner), None) is not None
 
     def _parameters(self, owner: Words) -> Iterator[Words]:
         """Paths of parameters with which a longer path ends, of another top level."""
@@ -489,7 +485,7 @@ class _Content:
             for param in self._by_tail.get(name, ())
             if param not in (path, twin)
             and (at == 0 or _unwrapped(param)[0] != _unwrapped(path)[0])
-            and (len(name) > 1 or _is_of_model(param[:-1]))
+            and (len(name) > 1 or all(map(_is_wrapper_or_model, param[:-1])))
         )
 
     @cached_property
@@ -569,8 +565,8 @@ def _matches(pattern: str, word: str) -> bool:
     return re.fullmatch(pattern, word) is not None
 
 
-def _is_of_model(words: Words) -> bool:
-    return all(word in _WORDS.wrappers or _matches(_WORDS.model_head, word) for word in words)
+def _is_wrapper_or_model(word: str) -> bool:
+    return word in _WORDS.wrappers or _matches(_WORDS.model_head, word)
 
 
 def _is_no_state(head: str) -> bool:
@@ -599,10 +595,7 @@ def _rank_in(words: Sequence[str]) -> str | None:
 
 
 def entry_kinds(
-    metadata: Metadata,
-    part_path: str = "",
-    mapped: StateMap = (),
-    beside: Shapes = _NOTHING,
+    metadata: Metadata, part_path: str = "", mapped: StateMap = (), beside: Shapes = _NOTHING
 ) -> Mapping[str, StateKind]:
     """The kind of every entry of a metadata, by FQN. Cost: as `kinds_of`.
 
@@ -742,7 +735,12 @@ def optimizer_steps(metadata: Metadata) -> Mapping[str, str]:
         if entry.shape == () and _words(entry.path or (fqn,))[-1] == "step"
     ]
     kinds = entry_kinds(metadata) if counts else {}
-    return {fqn: _optimizer_of(path) for fqn, path in counts if kinds[fqn] == _OPTIMIZER}
+    found = {}
+    for fqn, path in counts:
+        if kinds[fqn] == _OPTIMIZER:
+            words = [*map(str, path)]
+            found[fqn] = ".".join(words[: words.index("state") if "state" in words else 1])
+    return found
 
 
 def is_count_of_one_rank(key: str) -> bool:
@@ -757,9 +755,3 @@ def is_count_of_one_rank(key: str) -> bool:
 def is_moment(path: Path) -> bool:
     """Whether the entry is one of the averages that an optimizer keeps of the gradients."""
     return not _WORDS.moments.isdisjoint(_words(path))
-
-
-def _optimizer_of(path: Path) -> str:
-    """Which optimizer an optimizer's entry belongs to: its key path up to `state`."""
-    words = [str(part) for part in path]
-    return ".".join(words[: words.index("state")]) if "state" in words else ".".join(words[:1])

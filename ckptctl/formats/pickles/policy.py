@@ -105,7 +105,9 @@ class NamedGlobal(Opaque):
                 if self.standing is Standing.HARMLESS and may_hold:
                     continue
                 raise Acts(f"passes {shown(function.name)} to {shown(self.name)}")
-            if self.name in _ITERATING and _is_made_by_others(argument):
+            if self.name not in _ITERATING or type(argument) is not Opaque:
+                continue
+            if "." in argument.name and _root(argument.name) not in _LIBRARY:
                 raise Acts(f"has {shown(self.name)} iterate over an object of another class")
         return Opaque(self.kind, args)
 
@@ -146,10 +148,6 @@ def _functions_in(value: object) -> Iterator[NamedGlobal]:
 
 _MAX_ARGUMENTS = 64
 """Keywords of a call, or a list of functions; to look through more would cost time."""
-
-
-def _is_made_by_others(value: object) -> bool:
-    return type(value) is Opaque and "." in value.name and _root(value.name) not in _LIBRARY
 
 
 class Partial(Opaque):
@@ -206,11 +204,6 @@ def instance(args: tuple[object, ...]) -> object:
     if not args or not isinstance(args[0], Callee):
         raise Acts("makes an object of what is no class")
     return args[0].make(args[1:])
-
-
-def instance_of_base(args: tuple[object, ...]) -> object:
-    """What stands for `copyreg._reconstructor(cls, base, state)`."""
-    return instance((*args[:1], *args[2:]))
 
 
 def instance_with_keywords(args: tuple[object, ...]) -> object:
