@@ -30,11 +30,11 @@ from ckptctl.storage.contract import Data, NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.objects import PART_BYTES
 from ckptctl.storage.s3 import (
-    MEANINGS,
     ChangedOnTheWay,
     NoSuchUpload,
     endpoint_of,
     error_of,
+    meanings,
     needs_no_key,
 )
 from ckptctl.storage.waiting import Retries, Transient
@@ -300,7 +300,7 @@ class ObstoreClient:
         found, named = _STATUS.search(text), _CODE.search(text)
         status = int(found[1]) if found else 301 if _REDIRECT in text else 0
         code = (named[1] or named[2]) if named else ""
-        if status or code in MEANINGS:
+        if status or code in meanings():
             return error_of(status, code, bucket=self._bucket, key=key, text=text)
         if isinstance(exc, FileExistsError):
             return AlreadyExists(f"{where} already exists; it was not changed")
