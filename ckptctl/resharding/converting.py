@@ -158,7 +158,13 @@ def convert(
         save = state_files(inspected.step, found.url, only_model=only_model)
         if not formats & SHARDED and (is_safetensors or save is not None):
             _check_number(asked, found, inspected)
-            return _from_folder(asked, found, inspected, save, checked, storage)
+            _check_makes_step(asked, "a folder of files that hold whole tensors")
+            if not asked.refuses(inspected.report):
+                # Only a seal can verify them, and that takes reading every byte.
+                level = Level.CONTENT
+                inspected = inspect_step(found, checked, level=level, content=Asked(Limits()))
+            with target_place(asked.target, storage, source=found.url) as place:
+                return import_folder(inspected, save, asked, place)
         if formats == {PartFormat.RANK_FILES}:
             raise _not_one_file(asked, inspected)
         check_format(inspected)
@@ -240,23 +246,6 @@ def _not_one_file(asked: Conversion, inspected: Inspection) -> UsageError:
     return UsageError(
         message, instead_of=asked.source, instead=join_url(asked.source.rstrip("/"), whole[0])
     )
-
-
-def _from_folder(
-    asked: Conversion,
-    found: OpenTarget,
-    inspected: Inspection,
-    save: StateFiles | None,
-    checked: Requirements,
-    storage: StorageOptions,
-) -> Converted:
-    """Make a step from a folder of safetensors, or from the files of one save."""
-    _check_makes_step(asked, "a folder of files that hold whole tensors")
-    if not asked.refuses(inspected.report):
-        # Only a seal can verify them, and that takes reading every byte.
-        inspected = inspect_step(found, checked, level=Level.CONTENT, content=Asked(Limits()))
-    with target_place(asked.target, storage, source=found.url) as place:
-        return import_folder(inspected, save, asked, place)
 
 
 def _check_makes_step(asked: Conversion, what: str) -> None:

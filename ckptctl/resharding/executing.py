@@ -22,6 +22,7 @@ import json
 import os
 import shlex
 import threading
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ from ckptctl.errors import (
 from ckptctl.findings import Report
 from ckptctl.formats.archive.directory import read_directory
 from ckptctl.formats.bounded_json import decode_json
+from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.families import families_of
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_stage
@@ -56,7 +58,7 @@ from ckptctl.records.byte_pass import PIECE_BYTES, CrcRun, Limits, OnProgress, r
 from ckptctl.records.elements import record_of
 from ckptctl.records.loading import TensorRecord, WrongElements
 from ckptctl.records.verification import CrcPart, RecordPass, check_parts, combined_crc
-from ckptctl.resharding.planning import LightestRank, PartPlan, Plan, TargetFile, new_metadata
+from ckptctl.resharding.planning import LightestRank, PartPlan, Plan, TargetFile
 from ckptctl.resharding.sources import (
     SMALLEST_BLOCK,
     CopiedBytes,
@@ -595,9 +597,12 @@ class _Work:
         return found
 
     def _metadata(self) -> dict[str, bytes]:
-        url = absolute_url(self.place.url)
+        url, save_id = absolute_url(self.place.url), str(uuid.UUID(self.identity))
         return {
-            part.metadata_path: new_metadata(part, url, self.identity) for part in self.plan.parts
+            part.metadata_path: metadata_bytes(
+                part.entries, part.paths, checkpoint_id=url, save_id=save_id
+            )
+            for part in self.plan.parts
         }
 
     def seal(self, options: WriteOptions, on_progress: OnProgress | None) -> Report:

@@ -59,11 +59,6 @@ class WholeTensor:
     part: SourcePart
     tensor: SourceTensor
 
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of its elements."""
-        return self.tensor.n_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class WholeFile:
@@ -127,18 +122,18 @@ def to_safetensors(
     groups: list[list[WholeTensor]] = [[]]
     n_bytes = 0
     for _, one in sorted(tensors.items()):
-        if groups[-1] and limit is not None and n_bytes + one.n_bytes > limit:
+        if groups[-1] and limit is not None and n_bytes + one.tensor.n_bytes > limit:
             groups.append([])
             n_bytes = 0
         groups[-1].append(one)
-        n_bytes += one.n_bytes
+        n_bytes += one.tensor.n_bytes
     files = [_safetensors_file(n, len(groups), group) for n, group in enumerate(groups, 1)]
     if alone:
         files = [replace(file, name="") for file in files]
     beside: tuple[tuple[str, bytes], ...] = ()
     if len(files) > 1:
         names = {tensor.name: file.name for file in files for tensor in file.tensors}
-        n_elements = sum(tensor.n_bytes for tensor in tensors.values())
+        n_elements = sum(one.tensor.n_bytes for one in tensors.values())
         beside = ((_INDEX, index_bytes(names, n_elements)),)
     others = [entry.fqn for part in source.parts for entry in _others(part, only_model)]
     findings = _left_out(source, others, "that safetensors cannot hold")
@@ -170,7 +165,7 @@ def to_flat(source: Source, *, only_model: bool) -> Export:
         state = nested(sorted(leaves, key=lambda leaf: order.get(leaf.path, len(order))))
     except NotPlain as error:
         raise UsageError(f"{source.url}: {error}") from error
-    sizes = [one.n_bytes for one in tensors.values()]
+    sizes = [one.tensor.n_bytes for one in tensors.values()]
     archive = Archive(pickled_state(state), sizes)
     file = WholeFile("", tuple(tensors.values()), archive.n_bytes, archive.between)
     findings = _left_out(source, others, "whose values are not plain")
@@ -203,9 +198,10 @@ def _safetensors_file(number: int, total: int, group: Sequence[WholeTensor]) -> 
     name = f"model-{number:05}-of-{total:05}{SUFFIX}" if total > 1 else f"model{SUFFIX}"
     # The format requires larger elements first, for alignment.
     in_order = sorted(group, key=lambda t: (-DTYPE_SIZES[t.tensor.entry.dtype], t.name))
-    entries = [(t.name, t.tensor.entry.dtype, t.tensor.entry.shape, t.n_bytes) for t in in_order]
+    held = [(one.name, one.tensor) for one in in_order]
+    entries = [(name, t.entry.dtype, t.entry.shape, t.n_bytes) for name, t in held]
     header = header_bytes(entries)
-    n_bytes = len(header) + sum(tensor.n_bytes for tensor in in_order)
+    n_bytes = len(header) + sum(one.tensor.n_bytes for one in in_order)
     # The elements follow each other without a gap.
     return WholeFile(name, tuple(in_order), n_bytes, lambda crcs: b"" if crcs else header)
 
@@ -318,7 +314,7 @@ class _Copy:
                     crcs.append(crc)
                     if len(crcs) == len(self.file.tensors):
                         self._prove({at: reader.proof for at, reader in readers.items()})
-                    self.crc = crc32_combine(self.crc, crc, whole.n_bytes)
+                    self.crc = crc32_combine(self.crc, crc, whole.tensor.n_bytes)
                     if behind := self.file.between(crcs):
                         self.crc = crc32(behind, self.crc)
                         yield memoryview(behind)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,7 +16,6 @@ from functools import lru_cache
 from ckptctl.errors import OptionError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import counted, inside, some_of
 from ckptctl.model import ByteRange, BytesEntry, Chunk, Chunks, TensorEntry
@@ -124,12 +122,6 @@ class Plan:
                         digest.update(column)
         digest.update(repr([(one.file.path, one.file.size) for one in self.files]).encode())
         return digest.hexdigest()[:32]
-
-
-def new_metadata(part: PartPlan, url: str, identity: str) -> bytes:
-    """The metadata file of a part of the step that will be at `url`."""
-    save_id = str(uuid.UUID(identity))
-    return metadata_bytes(part.entries, part.paths, checkpoint_id=url, save_id=save_id)
 
 
 def plan(source: Source, wanted: TargetLayout) -> Plan:

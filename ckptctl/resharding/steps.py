@@ -84,7 +84,13 @@ def reshard(
     of the source read once, twice if tensors are sharded across rows; every byte of the new step
     written once and read twice.
     """
-    wanted = _layout(world_size, only_model)
+    if world_size is None:
+        raise UsageError(
+            "the number of ranks of the new step is missing; give --world-size N",
+            instead="--world-size 8",
+        )
+    check_world_size(world_size)
+    wanted = TargetLayout(world_size, only_model)
     requirements = Requirements(pattern=pattern, grace_s=grace_s)
     (storage,) = options_from(keywords, storage)
     if jobs is not None and jobs < 1:
@@ -127,17 +133,6 @@ def reshard(
             message=f"resharded for {answer.world_size} ranks: verified at level content, sealed",
             next_command=command_line("diff", found.url, place.url, "--values"),
         )
-
-
-def _layout(world_size: int | None, only_model: bool) -> TargetLayout:
-    """The requested layout; raises `UsageError`."""
-    if world_size is None:
-        raise UsageError(
-            "the number of ranks of the new step is missing; give --world-size N",
-            instead="--world-size 8",
-        )
-    check_world_size(world_size)
-    return TargetLayout(world_size, only_model)
 
 
 def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | None) -> None:

@@ -35,7 +35,6 @@ from ckptctl.storage.files import (
     full,
     kind_of,
     mount_of,
-    move,
     publish,
     scan,
     write_in_place,
@@ -210,14 +209,22 @@ class LocalStore(Closing):
                 append_line_within(above, name, line)
 
     def move(self, path: str, target: str) -> None:
-        """Rename a file or folder, creating missing parents. Raises `AlreadyExists`."""
+        """Rename a file or folder, creating missing parents. Raises `AlreadyExists`.
+
+        If the target is an empty folder, two concurrent moves to it may both succeed.
+        """
         old, new = parts_of(path), parts_of(target)
         with (
             self._writing(target),
             self._root.folder(old[:-1]) as within,
             self._root.folder(new[:-1], make=True) as into,
         ):
-            move(old[-1], new[-1], within=within.fd, into=into.fd)
+            with suppress(FileNotFoundError):
+                os.stat(new[-1], dir_fd=into.fd, follow_symlinks=False)
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new[-1])
+            os.rename(old[-1], new[-1], src_dir_fd=within.fd, dst_dir_fd=into.fd)
+            os.fsync(into.fd)
+            os.fsync(within.fd)
 
     def remove(self, path: str) -> None:
         """Remove a file or an empty folder; a missing one is no error."""
