@@ -192,7 +192,14 @@ class _StepComparison:
                 if type(left) is not type(right):
                     yield Difference(name, "kind", _summary(left), _summary(right))
             else:
-                yield from _of_tensors(name, left, right)
+                a, b = left.entry, right.entry
+                if a.dtype != b.dtype:
+                    yield Difference(name, "dtype", a.dtype, b.dtype)
+                if a.shape != b.shape:
+                    yield Difference(name, "shape", str(a.shape), str(b.shape))
+                elif _slices(left) != _slices(right):
+                    shown = [counted(len(tensor.chunks), "chunk") for tensor in (left, right)]
+                    yield Difference(name, "layout", shown[0], shown[1])
 
     def by_values(self, on_progress: OnProgress | None) -> list[Difference]:
         """The differences in values, of entries whose metadata is equal."""
@@ -230,22 +237,15 @@ class _StepComparison:
 
     def _of_bytes(self, name: str, left: SourceBytes, right: SourceBytes) -> tuple[str, str] | None:
         """How two non-tensor entries differ; None if they are equal."""
-        described = [
-            _members(files[name], entry)
-            for files, entry in ((self.a.files, left), (self.b.files, right))
-        ]
-        if described[0] == described[1] or self._same_value(name, left, right):
+        sides = ((self.a.files[name], left), (self.b.files[name], right))
+        a, b = (_members(files, entry) for files, entry in sides)
+        if a == b:
             return None
-        return described[0], described[1]
-
-    def _same_value(self, name: str, left: SourceBytes, right: SourceBytes) -> bool:
-        """Whether two values are plain and equal, even if their pickles differ."""
-        try:
-            ((_, one),) = read_values(self.a.files[name], [left])
-            ((_, other),) = read_values(self.b.files[name], [right])
-        except SourceDamaged:
-            return False
-        return isinstance(one, PickledValue) and one == other
+        with suppress(SourceDamaged):
+            values = [value for files, one in sides for _, value in read_values(files, [one])]
+            if isinstance(values[0], PickledValue) and values[0] == values[1]:
+                return None  # the values are plain and equal, although their pickles differ
+        return a, b
 
 
 _Read = tuple[SourceTensor, SliceReader]
@@ -295,17 +295,6 @@ def _different_bytes(a: _Read, b: _Read, progress: WriteProgress) -> tuple[str, 
                 f"{bytes(other.data[at:end]).hex()} at {where}",
             )
     return None
-
-
-def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[Difference]:
-    a, b = left.entry, right.entry
-    if a.dtype != b.dtype:
-        yield Difference(name, "dtype", a.dtype, b.dtype)
-    if a.shape != b.shape:
-        yield Difference(name, "shape", str(a.shape), str(b.shape))
-    elif _slices(left) != _slices(right):
-        shown = [counted(len(t.chunks), "chunk") for t in (left, right)]
-        yield Difference(name, "layout", shown[0], shown[1])
 
 
 def _slices(tensor: SourceTensor) -> list[TensorSlice]:

@@ -76,7 +76,7 @@ from ckptctl.model import FileInfo, Part, Step
 from ckptctl.outside_numbers import clamped
 from ckptctl.resharding.executing import Place, write
 from ckptctl.resharding.planning import TargetLayout, plan
-from ckptctl.resharding.reading import SafetensorsPart, files_of_index, open_flat, read_safetensors
+from ckptctl.resharding.reading import files_of_index, open_flat, read_safetensors
 from ckptctl.resharding.results import left_out
 from ckptctl.resharding.sources import RankFile, Source, SourcePart, check_is_copied, refusal
 from ckptctl.storage.contract import Store, list_if_there
@@ -548,7 +548,16 @@ def import_folder(
         return not_converted(report.url, place.url, replace(report, findings=tuple(findings)))
     if save is not None:
         return _import_save(inspected, save, asked, place)
-    read, notes = _safetensors(inspected, asked.under)
+    opened = inspected.opened
+    folders = [folder for part in inspected.parts for folder in part.safetensors]
+    # If the folder holds a model, folders below hold its shards again, or another model.
+    model = [folder for folder in folders if not folder.path] or folders
+    below = [folder.path for folder in folders if folder not in model]
+    read = [
+        read_safetensors(opened.store, folder.folder, opened.url, folder.part, under=asked.under)
+        for folder in model
+    ]
+    unnamed = [name for part in read for name in part.unnamed]
     kinds = {
         file.path: kind
         for file in inspected.step.files
@@ -562,26 +571,12 @@ def import_folder(
             "model converts the model alone",
             instead="--only model",
         )
-    notes += left_out([*kinds], "of train state beside the safetensors")
-    return _import(source_in(inspected, [folder.part for folder in read]), notes, asked, place)
-
-
-def _safetensors(inspected: Inspection, under: str) -> tuple[list[SafetensorsPart], list[Finding]]:
-    """The folders of safetensors that make a step, and notes about what is left out."""
-    opened = inspected.opened
-    folders = [folder for part in inspected.parts for folder in part.safetensors]
-    # If the folder holds a model, folders below hold its shards again, or another model.
-    model = [folder for folder in folders if not folder.path] or folders
-    below = [folder.path for folder in folders if folder not in model]
-    read = [
-        read_safetensors(opened.store, folder.folder, opened.url, folder.part, under=under)
-        for folder in model
-    ]
-    unnamed = [name for part in read for name in part.unnamed]
-    return read, [
+    notes = [
         *left_out(unnamed, "of safetensors that the index does not name"),
         *left_out(below, "of safetensors below", "folder"),
+        *left_out([*kinds], "of train state beside the safetensors"),
     ]
+    return _import(source_in(inspected, [folder.part for folder in read]), notes, asked, place)
 
 
 def _import_save(

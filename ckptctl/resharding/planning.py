@@ -135,7 +135,7 @@ def plan(source: Source, wanted: TargetLayout) -> Plan:
         tensor.n_cut == 1 for part in source.parts for tensor in part.tensors
     )
     parts = tuple(_part(part, wanted, alone) for part in source.parts)
-    findings = (*_per_rank(source, wanted.world_size), *_not_alike(source, wanted))
+    findings = tuple(_notes(source, wanted.world_size))
     return Plan(source, wanted, parts, source.files, findings)
 
 
@@ -154,8 +154,8 @@ def shares(plan: Plan) -> Iterator[RankShare]:
         yield RankShare(file.rank, file.path, len(file.items), file.n_bytes, n_reads, n_bytes)
 
 
-def _per_rank(source: Source, n_ranks: int) -> Iterator[Finding]:
-    """The findings for state that exists once per rank, for another number of ranks."""
+def _notes(source: Source, n_ranks: int) -> Iterator[Finding]:
+    """The findings for state of each rank, of which one is kept, or as many as there were."""
     ranks: dict[str, set[str]] = {}
     for part in source.parts:
         for entry in part.entries:
@@ -177,18 +177,13 @@ def _per_rank(source: Source, n_ranks: int) -> Iterator[Finding]:
             found=f"{kind} for {saved_for}",
             next_command="ckptctl explain state.lost",
         )
-
-
-def _not_alike(source: Source, wanted: TargetLayout) -> Iterator[Finding]:
-    """The findings for values that several ranks saved, of which one is kept."""
     for part in source.parts:
         if part.several:
-            names = some_of(part.several)
             yield Finding(
                 "state.lost",
                 part.path,
-                f"each rank saved its own {names}; that of the first rank is kept",
-                expected=f"one value for each of {wanted.world_size} ranks",
+                f"each rank saved its own {some_of(part.several)}; that of the first rank is kept",
+                expected=f"one value for each of {n_ranks} ranks",
                 found="the value of the first rank",
                 next_command="ckptctl explain state.lost",
             )

@@ -250,8 +250,12 @@ class LocalStore(Closing):
         parts = parts_of(path)
         with self._writing(path), self._root.folder(parts[:-1]) as above:
             with self._root.folder(parts[-1:], within=above) as folder:
-                for group in first:
-                    self._unlink_below(folder, group)
+                for file in (file for group in first for file in group):
+                    *names, name = parts_of(file)
+                    with self._root.folder(names, within=folder) as inner:
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=inner.fd)
+                        os.fsync(inner.fd)
                 self._empty(folder, depth=0)
             os.rmdir(parts[-1], dir_fd=above.fd)
             os.fsync(above.fd)
@@ -291,15 +295,6 @@ class LocalStore(Closing):
         mode = PRIVATE if self._is_private or path.startswith(_RECORDS) else SHARED
         with self._writing(path, size), self._root.folder(parts[:-1], make=True) as folder:
             publish(parts[-1], data, within=folder.fd, replace=replace, mode=mode)
-
-    def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
-        """Unlink files by their paths below an open folder, and flush the folders they were in."""
-        for path in paths:
-            *names, name = parts_of(path)
-            with self._root.folder(names, within=folder) as inner:
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=inner.fd)
-                os.fsync(inner.fd)
 
     def _empty(self, folder: Descriptor, *, depth: int) -> None:
         """Remove everything in an open folder; links are removed, not followed."""

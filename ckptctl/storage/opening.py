@@ -58,20 +58,16 @@ def open_store(
 
 
 def _opened(url: str, storage: StorageOptions) -> Store:
-    if not is_local(url):
-        return _remote(url, storage)
-    start, path = _split(url)
-    root = os.path.expanduser(path) or "/"
-    return LocalStore(root, url=path_word(start + root), follow=tuple(storage.follow_links))
-
-
-def _remote(url: str, storage: StorageOptions) -> Store:
-    """The store for a URL that is not a local folder.
+    """The store of an address.
 
     The option `client` chooses between s3fs and obstore. Without it, s3fs is used if
     installed: the two find credentials in different places, and installing a package must
     not change which credentials are used.
     """
+    if is_local(url):
+        start, path = _split(url)
+        root = os.path.expanduser(path) or "/"
+        return LocalStore(root, url=path_word(start + root), follow=tuple(storage.follow_links))
     retries = _retries(storage)
     options = dict(storage.storage_options or {})
     options.pop("retry_for_s", None)

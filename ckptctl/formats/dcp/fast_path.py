@@ -907,7 +907,11 @@ def _plan_template(hole: Hole) -> str:
 def _push_plans(parts: PartDecoders, machine: Machine, window: Window, _: Holes) -> int:
     n_slots = list(map(_n_plan_slots, window.rows))
     first_slots = accumulate(n_slots, initial=window.first_slot)
-    n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
+    # The highest memo slot that each row reads, up to a row that is unfit.
+    columns: list[list[int]] = []
+    for read_parts in list(zip(*window.rows, strict=True))[:-1]:
+        columns.append(parts.slots.column(read_parts))
+    n_rows = sum(takewhile(bool, map(lt, map(max, *columns), first_slots)))
     if not n_rows:
         return 0
     fqns = [row[0] for row in window.rows[:n_rows]]
@@ -920,16 +924,6 @@ def _push_plans(parts: PartDecoders, machine: Machine, window: Window, _: Holes)
     )
     n_containers = run.n_slots - sum(map(_is_new_text, fqns))
     return n_rows if machine.push_run(run, window.end, n_containers) else 0
-
-
-def _highest_reads(parts: PartDecoders, window: Window) -> Iterator[int]:
-    """The highest memo slot that each row reads, up to a row that is unfit."""
-    columns: list[list[int]] = []
-    for read_parts in list(zip(*window.rows, strict=True))[:-1]:
-        column: list[int] = []
-        parts.slots.extend(column, read_parts)
-        columns.append(column)
-    return map(max, *columns)
 
 
 def _n_plan_slots(row: Row) -> int:

@@ -302,7 +302,10 @@ class _Content:
         below = self._kind_below(path)
         if below is not None:
             return StateKind((below,), _rank_in(path) if below == "dataloader" else None)
-        if _is_generator_leaf(leaf) or self._is_short_generator(leaf, path):
+        is_short = leaf.dtype == "uint8" and leaf.shape == (CUDA_RNG_BYTES,)
+        is_near = is_short and bool({path[:-1], path[:-2]} & self._generators)
+        is_named = is_short and not _WORDS.generators.isdisjoint(path)
+        if _is_generator_leaf(leaf) or is_near or is_named:
             return StateKind(("rng",), _rank_in(path))
         words = _unwrapped(path)
         head = words[0]
@@ -354,11 +357,6 @@ class _Content:
             below = (self._below.get(path[:n]) for n in range(1, len(path)))
             self._of_owner[owner] = next((kind for kind in below if kind), None)
         return self._of_owner[owner] or self._below.get(path)
-
-    def _is_short_generator(self, leaf: Leaf, path: Words) -> bool:
-        is_short = leaf.dtype == "uint8" and leaf.shape == (CUDA_RNG_BYTES,)
-        near = {path[:-1], path[:-2]} & self._generators if is_short else ()
-        return is_short and bool(near or not _WORDS.generators.isdisjoint(path))
 
     def _note_marks(self, words: Iterable[Words]) -> None:
         """Find schedulers, data loaders and scalers by keys that only they have together."""

@@ -87,11 +87,6 @@ class NamedGlobal(Opaque):
         """The last part of the name."""
         return self.name.rpartition(".")[2]
 
-    @property
-    def is_foreign_class(self) -> bool:
-        """It is a class, by its name, and not one of the standard library."""
-        return _is_class(self.last) and _root(self.name) not in _LIBRARY
-
     def call(self, args: tuple[object, ...]) -> object:
         """An object of this name; refused for what acts once it is called."""
         if self.standing is Standing.ACTS_IF_CALLED:
@@ -221,7 +216,8 @@ def attribute(args: tuple[object, ...]) -> object:
     """
     match args:
         case (NamedGlobal() as cls, str(name)) if not name.startswith("_"):
-            if cls.is_foreign_class or cls.name.endswith(".SafeUUID"):
+            is_foreign = _is_class(cls.last) and _root(cls.name) not in _LIBRARY
+            if is_foreign or cls.name.endswith(".SafeUUID"):
                 return Opaque(f"{cls.name}.{name}")
         case (NamedGlobal() as cls, "__new__"):  # protocols 2 and 3 call it with keywords
             return _New(cls)
@@ -265,7 +261,9 @@ MAX_NAME = 500
 @lru_cache(maxsize=4096)
 def standing(module: str, name: str) -> Standing:
     """What is known of a global, by the names that Python 3 or 2 has for it."""
-    module, name = in_python_3(module, name)
+    # Protocols 0 to 2 write the names of Python 2.
+    names = _compat_pickle.NAME_MAPPING.get((module, name))
+    module, name = names or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
     if _is_listed(module, name):
         return Standing.HARMLESS
     root, parts = _root(module), name.split(".")
@@ -278,14 +276,6 @@ def standing(module: str, name: str) -> Standing:
     if root in _JUDGED and not _is_class(parts[-1]):
         return Standing.ACTS_IF_CALLED
     return Standing.UNKNOWN
-
-
-def in_python_3(module: str, name: str) -> tuple[str, str]:
-    """The name that Python 3 gives to a global of Python 2, as protocols 0 to 2 write it."""
-    mapped = _compat_pickle.NAME_MAPPING.get((module, name))
-    if mapped is not None:
-        return mapped
-    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
 def names_in_all_pythons(module: str, name: str) -> tuple[tuple[str, str], ...]:
