@@ -30,6 +30,7 @@ OWN_DATA = {
     "cli/config.py": "TOML of a trusted user, or one that is named; at most 1 MiB, bounded depth",
     "cli/output.py": "the document that this process has just made",
     "failures/rules.py": "a file of the package",
+    "storage/s3.py": "a file of the package",
 }
 """Modules that parse what does not come from others, and what it is."""
 
