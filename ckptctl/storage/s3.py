@@ -18,7 +18,6 @@ from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -212,8 +211,9 @@ def meanings() -> Mapping[str | int, Meaning]:
     import tomllib  # for errors alone
 
     found: dict[str | int, Meaning] = {}
-    text = Path(__file__).with_name("s3_answers.toml").read_text("utf-8")
-    for name, row in tomllib.loads(text).items():
+    with open(os.path.join(os.path.dirname(__file__), "s3_answers.toml"), "rb") as file:
+        answers = tomllib.load(file)
+    for name, row in answers.items():
         error = _ERRORS[row["error"]]
         meaning = Meaning(error, row.get("text", "{answer}"), row.get("next", ""))
         keys = (name, *row.get("codes", "").split(), *row.get("statuses", ()))
