@@ -52,11 +52,9 @@ class Checksumming(Protocol):
 
     def update(self, data: memoryview, /) -> object:
         """Take the next bytes."""
-        ...
 
     def hexdigest(self) -> str:
         """What all bytes taken so far come to, in hex."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from ckptctl.formats.frameworks.file_names import (
     may_hold_state,
     rank_file,
 )
-from ckptctl.formats.frameworks.layout_tables import FileName
+from ckptctl.formats.frameworks.layout_tables import TABLES, FileName
 from ckptctl.formats.manifest import MANIFEST
-from ckptctl.model import FAMILY, Family, FileInfo
+from ckptctl.model import Family, FileInfo
 from ckptctl.outside_numbers import clamped
 
 MAX_FILES = 1_000_000
@@ -246,34 +246,11 @@ _LEAST: Mapping[str, int] = {"transformers": 2}
 _DATA_PARALLEL = ("rank", "dp", "sdp")
 """Axes that, with the others, count every rank; a grid without one counts model-parallel ranks."""
 
-CONVERSIONS: Mapping[str, str] = {
-    "verl": "python -m verl.model_merger merge --backend fsdp --local_dir {step} --target_dir OUT",
-    "deepspeed": "ds_to_universal --input_folder {step} --output_folder {step}-universal",
-    "dlrover": "ckptctl show {step}",
-    "nvrx": "ckptctl show {step}",
-    "composer": "ckptctl show {step}",
-    "verl-megatron": "python -m verl.model_merger merge --backend megatron --local_dir {step} "
-    "--target_dir OUT",
-    "accelerate-fsdp": "ckptctl show {step}",
-    FAMILY: "ckptctl show {step}",
-    "megatron-legacy": "python tools/checkpoint/convert.py --model-type GPT --loader mcore "
-    "--saver mcore --load-dir {root} --save-dir OUT --target-tensor-parallel-size N",
-}
-"""The frameworks whose files hold shards, which only as many ranks can load, and each one's own
-way to another number of ranks; NVRx, Composer and DLRover have none."""
+CONVERSIONS = TABLES.conversions
 
 MAX_STATED = 1_000_000
 
-STATED_INSIDE: Mapping[tuple[str, ...], str] = {
-    ("dp_world_size",): "dp",
-    ("mp_world_size",): "mp",
-    ("args", "tensor_model_parallel_size"): "tp",
-    ("args", "pipeline_model_parallel_size"): "pp",
-    ("args", "world_size"): "rank",
-    ("distributed_state", "num_processes"): "rank",
-}
-"""Where files state the length of an axis: DeepSpeed's model states, Megatron's, and
-`training_args.bin` of transformers."""
+STATED_INSIDE = {tuple(keys.split(".")): axis for keys, axis in TABLES.stated_inside.items()}
 
 COMPOSERS_RANKS = "rng"
 """Composer's ranks write a list of the RNG states of all ranks."""
@@ -323,9 +300,7 @@ class _GridFile(NamedTuple):
 
 
 def grids_of(
-    files: Iterable[FileInfo],
-    layout: str = "",
-    stated: Mapping[str, int] | None = None,
+    files: Iterable[FileInfo], layout: str = "", stated: Mapping[str, int] | None = None
 ) -> tuple[Family, ...]:
     """The families of rank files among the files of a step of `layout`.
 

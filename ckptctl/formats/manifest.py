@@ -104,15 +104,12 @@ def _tensors(tensors: Mapping[object, object]) -> Iterator[ShardedTensor]:
                 raise MetadataUnreadable(f"the tensor {key!r} names no ranks")
             ranks.update(rank for rank in part["ranks"] if type(rank) is int)
             n_elements, n_copies = _geometry(part.get("sharding_metadata"))
-        yield ShardedTensor(_fqn(str(key)), n_elements, frozenset(ranks), n_copies)
+        # The key is the path of keys as a JSON list of texts and numbers.
+        fqn = ".".join(text or number for text, number in _KEY.findall(str(key))) or str(key)
+        yield ShardedTensor(fqn, n_elements, frozenset(ranks), n_copies)
 
 
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"|(-?[0-9]+)')
-
-
-def _fqn(key: str) -> str:
-    """The key path of a tensor, which the manifest holds as a JSON list of texts and numbers."""
-    return ".".join(text or number for text, number in _KEY.findall(key)) or key
 
 
 def _geometry(sharding: object) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import is_scattered, step_name
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards
-from ckptctl.formatting import command_line, counted
+from ckptctl.formatting import command_line, counted, verb
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenPart
 from ckptctl.model import SHARDED, FileInfo, Level, Step
@@ -32,6 +32,7 @@ from ckptctl.options import Requirements, StorageKeywords, StorageOptions, optio
 from ckptctl.records.byte_pass import OnProgress
 from ckptctl.records.loading import is_row_major
 from ckptctl.records.slices import TensorSlice, blocks
+from ckptctl.resharding.executing import WriteProgress, in_threads
 from ckptctl.resharding.reading import FlatFile, open_flat, read_safetensors, storage_of
 from ckptctl.resharding.results import Diff, Difference
 from ckptctl.resharding.sources import (
@@ -46,7 +47,6 @@ from ckptctl.resharding.sources import (
     read_values,
     source_of,
 )
-from ckptctl.resharding.writing import WriteProgress, in_threads
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import read_range
 
@@ -107,18 +107,16 @@ def _unchanged(*steps: OpenTarget) -> Iterator[None]:
 
     What was read of two saves proves neither a difference nor damage.
     """
+    damage = None
     try:
         yield
-    except SourceDamaged:
-        _check_unchanged(steps)
-        raise
-    _check_unchanged(steps)
-
-
-def _check_unchanged(steps: Sequence[OpenTarget]) -> None:
-    for found in steps:
-        for finding in found.changes():
-            raise StepDamaged(found.url, finding)
+    except SourceDamaged as error:
+        damage = error
+    for step in steps:
+        for finding in step.changes():
+            raise StepDamaged(step.url, finding)
+    if damage is not None:
+        raise damage
 
 
 def _check_inspected(inspected: Inspection) -> None:
@@ -138,13 +136,13 @@ def _place(found: OpenTarget) -> str:
 
 
 class _Side:
-    """One step: its entries by part and FQN."""
+    """One step: its entries, each with the files that hold it, by part and FQN."""
 
     def __init__(self, found: OpenTarget, inspected: Inspection) -> None:
         self.url = found.url
+        parts = _parts(found, inspected)
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, SourceFiles] = {}
-        parts = _parts(found, inspected)
         for at, part in parts:
             for entry in part.entries:
                 # Steps of one part each are compared even if the parts have different paths.
@@ -194,7 +192,14 @@ class _StepComparison:
                 if type(left) is not type(right):
                     yield Difference(name, "kind", _summary(left), _summary(right))
             else:
-                yield from _of_tensors(name, left, right)
+                a, b = left.entry, right.entry
+                if a.dtype != b.dtype:
+                    yield Difference(name, "dtype", a.dtype, b.dtype)
+                if a.shape != b.shape:
+                    yield Difference(name, "shape", str(a.shape), str(b.shape))
+                elif _slices(left) != _slices(right):
+                    shown = [counted(len(tensor.chunks), "chunk") for tensor in (left, right)]
+                    yield Difference(name, "layout", shown[0], shown[1])
 
     def by_values(self, on_progress: OnProgress | None) -> list[Difference]:
         """The differences in values, of entries whose metadata is equal."""
@@ -204,7 +209,8 @@ class _StepComparison:
         for name in self.names:
             left, right = self.a.entries.get(name), self.b.entries.get(name)
             if isinstance(left, SourceTensor) and isinstance(right, SourceTensor):
-                if _alike(left, right):
+                a, b = left.entry, right.entry
+                if (a.dtype, a.shape) == (b.dtype, b.shape) and a.dtype in WRITABLE:
                     total += left.n_bytes
                     tasks[name] = partial(self._of_values, name, left, right, progress)
             elif isinstance(left, SourceBytes) and isinstance(right, SourceBytes):
@@ -231,22 +237,15 @@ class _StepComparison:
 
     def _of_bytes(self, name: str, left: SourceBytes, right: SourceBytes) -> tuple[str, str] | None:
         """How two non-tensor entries differ; None if they are equal."""
-        described = [
-            _members(files[name], entry)
-            for files, entry in ((self.a.files, left), (self.b.files, right))
-        ]
-        if described[0] == described[1] or self._same_value(name, left, right):
+        sides = ((self.a.files[name], left), (self.b.files[name], right))
+        a, b = (_members(files, entry) for files, entry in sides)
+        if a == b:
             return None
-        return described[0], described[1]
-
-    def _same_value(self, name: str, left: SourceBytes, right: SourceBytes) -> bool:
-        """Whether two values are plain and equal, even if their pickles differ."""
-        try:
-            ((_, one),) = read_values(self.a.files[name], [left])
-            ((_, other),) = read_values(self.b.files[name], [right])
-        except SourceDamaged:
-            return False
-        return isinstance(one, PickledValue) and one == other
+        with suppress(SourceDamaged):
+            values = [value for files, one in sides for _, value in read_values(files, [one])]
+            if isinstance(values[0], PickledValue) and values[0] == values[1]:
+                return None  # the values are plain and equal, although their pickles differ
+        return a, b
 
 
 _Read = tuple[SourceTensor, SliceReader]
@@ -298,22 +297,6 @@ def _different_bytes(a: _Read, b: _Read, progress: WriteProgress) -> tuple[str, 
     return None
 
 
-def _of_tensors(name: str, left: SourceTensor, right: SourceTensor) -> Iterator[Difference]:
-    a, b = left.entry, right.entry
-    if a.dtype != b.dtype:
-        yield Difference(name, "dtype", a.dtype, b.dtype)
-    if a.shape != b.shape:
-        yield Difference(name, "shape", str(a.shape), str(b.shape))
-    elif _slices(left) != _slices(right):
-        shown = [counted(len(t.chunks), "chunk") for t in (left, right)]
-        yield Difference(name, "layout", shown[0], shown[1])
-
-
-def _alike(left: SourceTensor, right: SourceTensor) -> bool:
-    a, b = left.entry, right.entry
-    return a.dtype == b.dtype and a.shape == b.shape and a.dtype in WRITABLE
-
-
 def _slices(tensor: SourceTensor) -> list[TensorSlice]:
     return [chunk.elements for chunk in tensor.chunks]
 
@@ -358,19 +341,14 @@ def _members(files: SourceFiles, entry: SourceBytes) -> str:
 
     if record.transforms:
         data = read(0, record.length)
-        return f"{record.length:,} bytes compressed, {_hash_of(data)}"
+        return f"{record.length:,} bytes compressed, {sha256_of(data)[:16]}"
     members, _ = read_directory(lambda n: read(record.length - n, n), record.length)
     values = [m for m in members.members if m.name == "data.pkl" or m.name.startswith("data/")]
     if not members.has_crcs:
         data = read(0, record.length)
         data_of = b"".join(data[m.start : m.end] for m in values)
-        return f"{len(data_of):,} bytes, {_hash_of(data_of)}"
+        return f"{len(data_of):,} bytes, {sha256_of(data_of)[:16]}"
     return ", ".join(f"{m.name} of {m.size:,} bytes with the CRC-32 {m.crc:08x}" for m in values)
-
-
-def _hash_of(data: bytes) -> str:
-    """A digest that is short enough to print."""
-    return sha256_of(data)[:16]
 
 
 def _answer(
@@ -381,14 +359,12 @@ def _answer(
     n_entries = len(compared.names)
     a, b = compared.a.url, compared.b.url
     if real:
-        message = f"{real:,} of {n_entries:,} entries differ"
-        if real == 1:
-            message = f"1 of {n_entries:,} entries differs"
+        message = f"{real:,} of {n_entries:,} entries {verb(real, 'differs', 'differ')}"
+    elif is_one:
+        message = f"a and b are one step, with {counted(n_entries, 'entry', 'entries')}"
     else:
         same = "the same values" if values else "the same names, shapes and dtypes"
         message = f"{n_entries:,} entries with {same}"
-        if is_one:
-            message = f"a and b are one step, with {counted(n_entries, 'entry', 'entries')}"
     return Diff(
         a=a,
         b=b,
@@ -440,9 +416,10 @@ def _entries(part: OpenPart, file: FileInfo) -> SourcePart:
     leaves: dict[str, FlatEntry] = {}
     is_all = True
     for leaf in _leaves((), opened.state):
-        is_all &= leaf.fqn not in leaves and _can_be_compared(leaf, opened)
         if leaf.fqn not in leaves and _can_be_compared(leaf, opened):
             leaves[leaf.fqn] = leaf
+        else:
+            is_all = False
     if not is_all:
         crc = opened.members["data.pkl"].crc
         leaves[OTHER_VALUES] = FlatEntry((OTHER_VALUES,), f"in a pickle with the CRC-32 {crc:08x}")
@@ -468,18 +445,16 @@ def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[FlatEntry]:
 
 
 def _is_plain(value: object) -> bool:
-    try:
+    with suppress(NotPlain):
         pickled_value(FlatEntry((), value))
-    except NotPlain:
-        return False
-    return True
+        return True
+    return False
 
 
 def _can_be_compared(leaf: FlatEntry, opened: FlatFile) -> bool:
     if not isinstance(leaf.value, TensorStub):
         return _is_plain(leaf.value)
-    try:
+    with suppress(NotPlain):
         storage_of(leaf.fqn, leaf.value, opened.members)
-    except NotPlain:
-        return False
-    return True
+        return True
+    return False

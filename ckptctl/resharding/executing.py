@@ -1,66 +1,331 @@
 """Write a planned step: copy, verify, seal, publish.
 
-Files are written aside: on a file system into a work folder of ckptctl below the root,
-which a rename publishes; on an object store to their final place, with the metadata
-last. Before publication every source record is verified, every byte of the new step is
-read again, and the step is sealed. The same call continues an interrupted write.
+Files are written aside: on a file system into a work folder of ckptctl below the root, which a
+rename publishes; on an object store to their final place, with the metadata last. Before
+publication every source record is verified, every byte of the new step is read again, and the
+step is sealed.
+
+Each thread produces one file at a time, in order and a block at a time, so memory is what one
+thread needs times the number of threads and does not grow with tensor size. Several processes
+share the files. Where elements are copied as they lie, one checksum serves both records: the new
+one, and the old one of which they are a part. Combined in order over all files, these must give
+the checksum that was saved with the record. Records whose parts were not copied in runs are read
+whole instead, once.
+
+The runs of each written file are recorded in a journal: the same call continues an interrupted
+write from there, and another plan uses another work folder. Nothing else reads these files.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
-from collections import deque
+import threading
+import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import tee
 from operator import attrgetter
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from ckptctl.distributed.process_group import ProcessGroup
-from ckptctl.errors import PathNotFound, StorageError, StorageUnavailable, UsageError
+from ckptctl.errors import (
+    OptionError,
+    PathNotFound,
+    RecordUnreadable,
+    StorageError,
+    StorageUnavailable,
+    UsageError,
+)
 from ckptctl.findings import Report
+from ckptctl.formats.archive.directory import read_directory
+from ckptctl.formats.bounded_json import decode_json
+from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.families import families_of
-from ckptctl.formats.frameworks.layouts import is_own, is_stage
+from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_stage
 from ckptctl.formats.own.contract import CONTRACT_FILE, contract_bytes
 from ckptctl.formats.own.data_ledger import DATA_FILE, data_bytes
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import list_step
 from ckptctl.model import FileInfo, Kept
 from ckptctl.options import Requirements
-from ckptctl.records.byte_pass import PIECE_BYTES, Limits, OnProgress
-from ckptctl.resharding.planning import PartPlan, Plan, TargetFile, new_metadata
-from ckptctl.resharding.sources import CopiedBytes, SourceDamaged, ThreadLimits
-from ckptctl.resharding.writing import (
-    DEFAULT_MEMORY,
-    FileCopy,
-    WriteProgress,
-    budget,
-    entry_path,
-    in_threads,
-    note,
-    noted,
-    prove,
-    share_of,
-    work_folder,
+from ckptctl.records.byte_pass import PIECE_BYTES, CrcRun, Limits, OnProgress, read_runs
+from ckptctl.records.loading import TensorRecord, WrongElements
+from ckptctl.records.slices import record_of
+from ckptctl.records.verification import CrcPart, RecordPass, check_parts, combined_crc
+from ckptctl.resharding.planning import LightestRank, PartPlan, Plan, TargetFile
+from ckptctl.resharding.sources import (
+    SMALLEST_BLOCK,
+    CopiedBytes,
+    SliceReader,
+    SourceBytes,
+    SourceDamaged,
+    SourceFiles,
+    SourcePart,
+    ThreadLimits,
+    refusal,
 )
 from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import (
-    Closing,
     Data,
-    Folders,
     OpenFile,
     Span,
     Store,
+    StoreKind,
     Wrapped,
     list_if_there,
+    read_if_there,
     spread,
 )
+from ckptctl.storage.in_flight import act_in_flight
 from ckptctl.storage.local import LocalStore
+from ckptctl.storage.objects import PART_BYTES
 from ckptctl.storage.opening import absolute_url, join_url
 from ckptctl.storage.waiting import Retries
+
+DEFAULT_MEMORY = 256 << 20
+"""The default memory limit of a reshard, in bytes."""
+
+MIN_MEMORY = 96 << 20
+"""The smallest memory limit, in bytes: the interpreter and the plan take up half of it."""
+
+_OWN_BYTES = 48 << 20
+_MAX_JOBS = 8
+_LARGEST_BLOCK = 2 << 20
+_PARTS_IN_FLIGHT = 5
+
+
+def share_of(files: Sequence[TargetFile], rank: int, size: int) -> tuple[TargetFile, ...]:
+    """The files that process `rank` of `size` writes: about as many bytes as the others."""
+    if size == 1:
+        return tuple(files)
+    lightest = LightestRank([0] * size)
+    in_order = sorted(files, key=lambda file: -file.n_bytes)
+    return tuple(file for file in in_order if lightest.give(file.n_bytes) == rank)
+
+
+T = TypeVar("T")
+
+
+class Cancelled(Exception):
+    """Another thread failed, or the command was stopped; incomplete files are removed."""
+
+
+class WriteProgress:
+    """Counts the bytes that several threads have written, and stops these threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self.n_bytes = 0
+
+    def add(self, n_bytes: int) -> None:
+        """Count more bytes; raises `Cancelled` once the threads are to stop."""
+        if self._ended.is_set():
+            raise Cancelled
+        with self._lock:
+            self.n_bytes += n_bytes
+
+    def end(self) -> None:
+        """Stop all threads."""
+        self._ended.set()
+
+
+def in_threads(
+    tasks: Sequence[Callable[[], T]],
+    n_threads: int,
+    progress: WriteProgress,
+    total: int,
+    on_progress: OnProgress | None,
+) -> list[T]:
+    """The results of all tasks; the first error stops the others at their next block.
+
+    `on_progress` is called in the caller's thread.
+    """
+
+    def show() -> None:
+        if on_progress is not None:
+            on_progress(progress.n_bytes, total)
+
+    return act_in_flight(
+        lambda task: task(), tasks, width=n_threads, stop=progress.end, while_waiting=show
+    )
+
+
+class FileCopy:
+    """Produces one shard file; `pieces` may be taken again from the beginning.
+
+    `proof` holds the runs of source elements that were copied unchanged.
+    """
+
+    def __init__(
+        self, file: TargetFile, files: SourceFiles, room: ThreadLimits, count: Callable[[int], None]
+    ) -> None:
+        self.proof: list[CopiedBytes] = []
+        self._file = file
+        self._files = files
+        self._room = room
+        self._count = count
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of the file in order; each piece is overwritten by the next.
+
+        Raises `SourceDamaged` if the source does not match what was saved.
+        """
+        block = memoryview(bytearray(self._room.block))
+        with SliceReader(self._files, self._room, self._count) as reader:
+            self.proof = reader.proof
+            slices = []
+            for item in self._file.items:  # values come first
+                if isinstance(item.entry, SourceBytes):
+                    yield from self._as_it_is(item.entry, reader, block)
+                elif item.elements is not None:
+                    slices.append((item.entry, item.elements))
+            read = reader.each(slices, block)
+            for (tensor, elements), found in zip(slices, read, strict=True):
+                yield from record_of(tensor.entry.dtype, elements.sizes, found)
+
+    def _as_it_is(
+        self, entry: SourceBytes, reader: SliceReader, block: memoryview
+    ) -> Iterator[memoryview]:
+        """A non-tensor record: copied whole, and verified on the way."""
+        record = entry.record
+        if entry.held is not None:
+            self._count(len(entry.held))
+            yield memoryview(entry.held)
+            return
+
+        def damaged(code: str, message: str) -> SourceDamaged:
+            return SourceDamaged(self._files.finding(code, record, message))
+
+        def read_tail(n_bytes: int) -> bytes:
+            end = bytearray(n_bytes)
+            start = record.offset + record.length - n_bytes
+            reader.read(record.file, start, memoryview(end))
+            return bytes(end)
+
+        passing = None
+        tail = b""
+        if not record.transforms:
+            try:
+                directory, tail = read_directory(read_tail, record.length)
+                passing = RecordPass(directory, 0)
+            except RecordUnreadable as error:
+                raise damaged("record.framing", error.message) from error
+        for at in range(0, record.length, len(block)):
+            piece = block[: min(len(block), record.length - at)]
+            reader.read(record.file, record.offset + at, piece)
+            if passing is not None:
+                passing.take(piece)
+            self._count(len(piece))
+            yield piece
+        if passing is None:
+            return
+        checked = check_parts(passing.directory, [passing.part], tail)
+        if checked.unreadable is not None:
+            raise damaged("record.framing", checked.unreadable)
+        if checked.wrong is not None:
+            names = ", ".join(checked.wrong.names)
+            raise damaged("record.crc", f"{names} does not match the checksum saved with it")
+
+
+SCHEMA = "ckptctl.reshard-journal/1"
+MAX_BYTES = 64 << 20
+
+
+def prove(
+    part: SourcePart,
+    pieces: Iterable[CopiedBytes],
+    room: ThreadLimits,
+    on_progress: OnProgress | None = None,
+    *,
+    only: Iterable[str] | None = None,
+) -> int:
+    """Verify the records of a part's tensors; returns how many bytes this read.
+
+    `pieces` are those of all target files; `only` are the FQNs that were copied. Raises
+    `SourceDamaged`. Records without a checksum are skipped; the caller has allowed that.
+    """
+    files = part.files
+    by_record: dict[tuple[str, int], list[CopiedBytes]] = defaultdict(list)
+    for piece in pieces:
+        by_record[piece.file, piece.start].append(piece)
+    wanted = None if only is None else set(only)
+    copied = [tensor for tensor in part.tensors if wanted is None or tensor.fqn in wanted]
+    unproven: list[tuple[TensorRecord, CrcRun]] = []
+    with SliceReader(files, room) as reader:
+        records = reader.open(chunk.number for tensor in copied for chunk in tensor.chunks)
+        for number, record in records.items():
+            if record.crc is None or not record.n_bytes or record.is_whole:
+                continue
+            place = files.place(number)
+            runs = by_record.get((place.file, place.offset), ())
+            crc = combined_crc((CrcPart(r.at, r.length, r.crc) for r in runs), record.n_bytes)
+            if crc is None:
+                path = files.in_store(place.file)
+                run = CrcRun(path, place.offset + record.start, record.n_bytes)
+                unproven.append((record, run))
+            elif crc != record.crc:
+                raise files.damage(number, WrongElements(record, crc))
+    n_read = read_runs(
+        files.store, [run for _, run in unproven], Limits(room.jobs, on_progress=on_progress)
+    )
+    for record, run in unproven:
+        if run.crc != record.crc:
+            raise files.damage(record.number, WrongElements(record, run.crc))
+    return n_read
+
+
+def work_folder(identity: str) -> str:
+    """The work folder of a plan, below the root that holds the new step."""
+    return f"{OWN_FOLDER}/resharding/{identity}"
+
+
+class Journal(NamedTuple):
+    """What calls have written of the new step `name`: a JSON file for each complete shard file."""
+
+    store: Store
+    identity: str
+    name: str
+
+    def path_of(self, path: str) -> str:
+        """The path of the entry for a file of the new step."""
+        file = path.replace("/", "+")
+        return f"{work_folder(self.identity)}/{self.name}.written/{file}.json"
+
+    def add(self, file: TargetFile, proof: Sequence[CopiedBytes]) -> None:
+        """Record that a file is written, and the runs that went into it."""
+        document = {"schema": SCHEMA, "path": file.path, "size": file.n_bytes, "proof": [*proof]}
+        data = json.dumps(document, separators=(",", ":")).encode()
+        self.store.put(self.path_of(file.path), data, replace=True)
+
+    def runs(self, file: TargetFile) -> list[CopiedBytes] | None:
+        """The runs in a written file; None if it is not recorded."""
+        try:
+            data = read_if_there(self.store, self.path_of(file.path), limit=MAX_BYTES)
+            document = decode_json(data or b"", max_bytes=MAX_BYTES)
+            if not isinstance(document, dict):
+                return None
+            stated = document["schema"], document["path"], document["size"]
+            if stated != (SCHEMA, file.path, file.n_bytes):
+                return None
+            return [
+                CopiedBytes(str(f), int(s), int(a), int(n), int(c))
+                for f, s, a, n, c in document["proof"]
+            ]
+        except (PathNotFound, ValueError, TypeError, KeyError):
+            return None
+
+    def forget(self, file: TargetFile) -> None:
+        """Record that a file is not written: it was made of damaged bytes."""
+        self.store.put(self.path_of(file.path), b"", replace=True)
+
 
 _SPARE_BYTES = 16 << 20
 """Additional space for seals, notes and folders."""
@@ -138,8 +403,27 @@ class WriteOptions:
     on_progress: OnProgress | None = None
 
     def budget(self, source: Store, target: Store) -> ThreadLimits:
-        """How many threads write, and what each may hold; raises `UsageError`."""
-        return budget(self.memory, self.jobs, source, target)
+        """The threads and buffers that fit in `memory` bytes; raises `UsageError` if too little.
+
+        An upload holds a few more parts.
+        """
+        if self.memory < MIN_MEMORY:
+            raise OptionError(
+                "--memory",
+                f"is {self.memory:,} bytes; at least {MIN_MEMORY >> 20} MiB are needed",
+                instead="--memory 256M",
+            )
+        waits = StoreKind.LOCAL not in (source.kind, target.kind) or source.kind is StoreKind.OBJECT
+        # A thread that flushes its file leaves its processor to one more.
+        usual = _MAX_JOBS if waits else min(_MAX_JOBS, (os.cpu_count() or 1) + 1)
+        upload = _PARTS_IN_FLIGHT * PART_BYTES if target.kind is StoreKind.OBJECT else 0
+        free = self.memory - _OWN_BYTES
+        n = max(1, min(self.jobs or usual, free // (upload + 8 * SMALLEST_BLOCK)))
+        each = free // n - upload
+        block = SMALLEST_BLOCK
+        while block < _LARGEST_BLOCK and 8 * block <= each:
+            block *= 2
+        return ThreadLimits(n, block, max(0, each - 2 * block) // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,24 +467,17 @@ def write(
     report = group.share(complete)[0]
     if report is None or not group.is_first:
         return WrittenStep(plan.source.report, continued)
-    if report.exit_code and not (options.accept_unverifiable and report.exit_code == _UNVERIFIABLE):
+    if refusal(report, accept_unverifiable=options.accept_unverifiable):
         return report
     work.publish()
     return WrittenStep(replace(report, url=place.url), continued)
-
-
-_UNVERIFIABLE = 22
 
 
 class _Work:
     """The stages of `write`, and the state that they share."""
 
     def __init__(
-        self,
-        plan: Plan,
-        place: Place,
-        room: ThreadLimits,
-        on_progress: OnProgress | None,
+        self, plan: Plan, place: Place, room: ThreadLimits, on_progress: OnProgress | None
     ) -> None:
         self.plan = plan
         self.place = place
@@ -208,13 +485,15 @@ class _Work:
         self._room = room
         self._on_progress = on_progress
         self._folder = place.written_at(self.identity)
+        self._journal = Journal(place.store, self.identity, place.name)
 
     def check_place(self) -> None:
         """Raise if the target exists, or if there is too little space."""
         if self.place.is_moved:
             if self.place.there() is not None:
                 raise self._taken("it already exists")
-            self._check_space()
+            written = sum((self._there(self._folder) or {}).values())
+            self.place.make_room(max(0, self.plan.n_bytes - written))
             return
         there = self._there(self.place.name)
         expected = {file.path for file in self.plan.shards}
@@ -236,44 +515,31 @@ class _Work:
             next_command=command_line("verify", self.place.url),
         )
 
-    def _check_space(self) -> None:
-        written = sum((self._there(self._folder) or {}).values())
-        self.place.make_room(max(0, self.plan.n_bytes - written))
-
     def write_shards(self, own: Sequence[TargetFile]) -> int:
         """Write the files that are missing; returns how many were written already."""
         written = self._there(self._folder) or {}
         left = [
             file
             for file in own
-            if written.get(file.path) != file.n_bytes or self._noted(file) is None
+            if written.get(file.path) != file.n_bytes or self._journal.runs(file) is None
         ]
         progress = WriteProgress()
-        total = sum(file.n_bytes for file in left)
         part_of = {file.path: part for part in self.plan.parts for file in part.files}
+
+        def copy_file(file: TargetFile) -> None:
+            copy = FileCopy(file, part_of[file.path].source.files, self._room, progress.add)
+            path = f"{self._folder}/{file.path}"
+            self.place.store.put_pieces(path, copy.pieces, file.n_bytes)
+            self._journal.add(file, copy.proof)
+
         in_threads(
-            [self._task(file, part_of[file.path], progress) for file in left],
+            [partial(copy_file, file) for file in left],
             self._room.jobs,
             progress,
-            total,
+            sum(file.n_bytes for file in left),
             self._on_progress,
         )
         return len(own) - len(left)
-
-    def _task(
-        self, file: TargetFile, part: PartPlan, progress: WriteProgress
-    ) -> Callable[[], None]:
-        def task() -> None:
-            copy = FileCopy(file, part.source.files, self._room, progress.add)
-            store = self.place.store
-            store.put_pieces(f"{self._folder}/{file.path}", copy.pieces, file.n_bytes)
-            name = self.place.name
-            note(store, self.identity, name, file.path, file.n_bytes, copy.proof)
-
-        return task
-
-    def _noted(self, file: TargetFile) -> list[CopiedBytes] | None:
-        return noted(self.place.store, self.identity, self.place.name, file.path, file.n_bytes)
 
     def prove(self, on_progress: OnProgress | None) -> None:
         """Compare every source record that was copied with its checksum."""
@@ -287,18 +553,13 @@ class _Work:
                     only=[entry.fqn for entry in part.entries],
                 )
             except SourceDamaged:
-                self._forget(part)
+                for file in part.files:
+                    self._journal.forget(file)
                 raise
-
-    def _forget(self, part: PartPlan) -> None:
-        """Remove the journal of a part whose files were made of damaged bytes."""
-        for file in part.files:
-            path = entry_path(self.identity, self.place.name, file.path)
-            self.place.store.put(path, b"", replace=True)
 
     def _pieces(self, part: PartPlan) -> Iterator[CopiedBytes]:
         for file in part.files:
-            pieces = self._noted(file)
+            pieces = self._journal.runs(file)
             if pieces is None:
                 raise StorageUnavailable(
                     f"{self.place.url}: the journal of {file.path} has disappeared; another "
@@ -336,9 +597,12 @@ class _Work:
         return found
 
     def _metadata(self) -> dict[str, bytes]:
-        url = absolute_url(self.place.url)
+        url, save_id = absolute_url(self.place.url), str(uuid.UUID(self.identity))
         return {
-            part.metadata_path: new_metadata(part, url, self.identity) for part in self.plan.parts
+            part.metadata_path: metadata_bytes(
+                part.entries, part.paths, checkpoint_id=url, save_id=save_id
+            )
+            for part in self.plan.parts
         }
 
     def seal(self, options: WriteOptions, on_progress: OnProgress | None) -> Report:
@@ -363,9 +627,11 @@ class _Work:
     def _shown(self, store: Store) -> Store:
         """A store that shows the new step under its own name, as if it were published."""
         if self.place.is_moved:
-            return LocalStore(join_url(_local(store), work_folder(self.identity)))
+            root = store.url.removeprefix("file://")
+            return LocalStore(join_url(root, work_folder(self.identity)))
         metadata = self._metadata()
-        return with_files(store, {f"{self.place.name}/{p}": d for p, d in metadata.items()})
+        named = {f"{self.place.name}/{path}": data for path, data in metadata.items()}
+        return cast("Store", _StoreWithFiles(store, named))
 
     def publish(self) -> None:
         """Publish the step, atomically for each part."""
@@ -377,7 +643,7 @@ class _Work:
         self.place.move(self.identity)
 
 
-def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:
+def check_space(folders: LocalStore, url: str, name: str, n_bytes: int) -> None:
     """Raise `StorageUnavailable` if there is no space for `n_bytes` more."""
     needed = n_bytes + _SPARE_BYTES
     free = folders.file_system().free_bytes
@@ -387,10 +653,6 @@ def check_space(folders: Folders, url: str, name: str, n_bytes: int) -> None:
             "was written",
             next_command=f"df -h {shlex.quote(url)}",
         )
-
-
-def _local(store: Store) -> str:
-    return store.url.removeprefix("file://")
 
 
 def _whole(store: Store, path: str, size: int) -> Iterator[memoryview]:
@@ -410,17 +672,12 @@ D = TypeVar("D", bytes, Data)
 _Read = Callable[[Iterable[Span]], Iterator[tuple[Span, D]]]
 
 
-def with_files(store: Store, files: Mapping[str, bytes]) -> Store:
-    """The store with a few small files in memory, by path, that are not written yet.
+class _StoreWithFiles(Wrapped):
+    """A store with a few small files in memory, by path, that are not written yet.
 
     Object stores have no rename: the metadata completes a step and is written last. To inspect
     the step before that, its store is shown with the metadata in memory.
     """
-    return cast("Store", _WithFiles(store, files))
-
-
-class _WithFiles(Wrapped):
-    """See `Store`."""
 
     def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
         super().__init__(store)
@@ -449,20 +706,14 @@ class _WithFiles(Wrapped):
 
     def _with_own(self, read: _Read[D], spans: Iterable[Span]) -> Iterator[tuple[Span, bytes | D]]:
         """Each span with its bytes: those of the store by `read`."""
-        asked: deque[Span] = deque()
-
-        def others() -> Iterator[Span]:
-            for span in spans:
-                asked.append(span)
-                if span.path not in self._files:
-                    yield span
-
-        for _, data in read(others()):
-            while asked[0].path in self._files:
-                yield self._from_memory(asked.popleft())
-            yield asked.popleft(), data
-        while asked:
-            yield self._from_memory(asked.popleft())
+        due, asked = tee(spans)
+        others = read(span for span in asked if span.path not in self._files)
+        for span in due:
+            held = self._files.get(span.path)
+            if held is None:
+                yield next(others)
+            else:
+                yield span, held[span.offset : span.offset + span.length]
 
     def open_file(self, path: str) -> OpenFile:
         data = self._files.get(path)
@@ -476,13 +727,10 @@ class _WithFiles(Wrapped):
             yield known.get(path) or Kept(path, why_none="it is not written yet")
 
     def retrying(self, retries: Retries) -> Store:
-        return with_files(self._store.retrying(retries), self._files)
+        return cast("Store", _StoreWithFiles(self._store.retrying(retries), self._files))
 
     def close(self) -> None:
         self._store.close()
-
-    def _from_memory(self, span: Span) -> tuple[Span, bytes]:
-        return span, self._files[span.path][span.offset : span.offset + span.length]
 
     def _with(self, found: Sequence[FileInfo], prefix: str, *, deep: bool) -> Sequence[FileInfo]:
         there = {info.path for info in found}
@@ -495,9 +743,7 @@ class _WithFiles(Wrapped):
         return sorted([*found, *more], key=attrgetter("path"))
 
 
-class _BytesFile(Closing):
-    """See `OpenFile`."""
-
+class _BytesFile(OpenFile):
     def __init__(self, data: bytes) -> None:
         self._data = data
 

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from math import prod
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
@@ -25,14 +24,14 @@ from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.safetensors import NAMES, SUFFIX, header_bytes, index_bytes, is_name
 from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, nested, pickled_state
-from ckptctl.formats.archive.writing import Archive, strides_of
+from ckptctl.formats.archive.writing import Archive
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import command_line, counted
-from ckptctl.model import DTYPE_SIZES, TensorEntry
+from ckptctl.formatting import command_line
+from ckptctl.model import DTYPE_SIZES
 from ckptctl.records.byte_pass import CrcRun, Limits, OnProgress, read_runs
 from ckptctl.records.slices import TensorSlice
-from ckptctl.resharding.executing import Place
+from ckptctl.resharding.executing import Place, WriteProgress, in_threads, prove
 from ckptctl.resharding.results import left_out
 from ckptctl.resharding.sources import (
     CopiedBytes,
@@ -44,7 +43,6 @@ from ckptctl.resharding.sources import (
     ThreadLimits,
     read_values,
 )
-from ckptctl.resharding.writing import WriteProgress, in_threads, prove
 from ckptctl.storage.opening import join_url
 
 FILE_BYTES = 5_000_000_000
@@ -60,11 +58,6 @@ class WholeTensor:
     name: str
     part: SourcePart
     tensor: SourceTensor
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of its elements."""
-        return self.tensor.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +122,22 @@ def to_safetensors(
     groups: list[list[WholeTensor]] = [[]]
     n_bytes = 0
     for _, one in sorted(tensors.items()):
-        if groups[-1] and limit is not None and n_bytes + one.n_bytes > limit:
+        if groups[-1] and limit is not None and n_bytes + one.tensor.n_bytes > limit:
             groups.append([])
             n_bytes = 0
         groups[-1].append(one)
-        n_bytes += one.n_bytes
+        n_bytes += one.tensor.n_bytes
     files = [_safetensors_file(n, len(groups), group) for n, group in enumerate(groups, 1)]
     if alone:
         files = [replace(file, name="") for file in files]
     beside: tuple[tuple[str, bytes], ...] = ()
     if len(files) > 1:
         names = {tensor.name: file.name for file in files for tensor in file.tensors}
-        n_elements = sum(tensor.n_bytes for tensor in tensors.values())
+        n_elements = sum(one.tensor.n_bytes for one in tensors.values())
         beside = ((_INDEX, index_bytes(names, n_elements)),)
     others = [entry.fqn for part in source.parts for entry in _others(part, only_model)]
-    findings = [*_files_left_out(source)]
-    if others:
-        named = counted(len(others), "entry", "entries")
-        findings.insert(0, left_out(f"{named} that safetensors cannot hold", others))
-    return Export(tuple(files), beside, 0, len(others), tuple(findings))
+    findings = _left_out(source, others, "that safetensors cannot hold")
+    return Export(tuple(files), beside, 0, len(others), findings)
 
 
 def to_flat(source: Source, *, only_model: bool) -> Export:
@@ -168,25 +158,18 @@ def to_flat(source: Source, *, only_model: bool) -> Export:
     for number, one in enumerate(tensors.values()):
         tensor = one.tensor.entry
         path = one.part.paths.get(tensor.fqn) or (tensor.fqn,)
-        leaves.append(FlatEntry(path, _stub(tensor, str(number))))
+        stub = TensorStub.row_major(tensor.dtype, tensor.shape, str(number))
+        leaves.append(FlatEntry(path, stub))
     order = {path: n for part in source.parts for n, path in enumerate(part.paths.values())}
     try:
         state = nested(sorted(leaves, key=lambda leaf: order.get(leaf.path, len(order))))
     except NotPlain as error:
         raise UsageError(f"{source.url}: {error}") from error
-    sizes = [one.n_bytes for one in tensors.values()]
+    sizes = [one.tensor.n_bytes for one in tensors.values()]
     archive = Archive(pickled_state(state), sizes)
     file = WholeFile("", tuple(tensors.values()), archive.n_bytes, archive.between)
-    findings = [*_files_left_out(source)]
-    if others:
-        named = counted(len(others), "entry", "entries")
-        findings.insert(0, left_out(f"{named} whose values are not plain", others))
-    return Export((file,), (), len(leaves) - len(tensors), len(others), tuple(findings))
-
-
-def _stub(tensor: TensorEntry, key: str) -> TensorStub:
-    shape = tensor.shape
-    return TensorStub(tensor.dtype, shape, strides_of(shape), 0, key, prod(shape))
+    findings = _left_out(source, others, "whose values are not plain")
+    return Export((file,), (), len(leaves) - len(tensors), len(others), findings)
 
 
 def _tensors(source: Source, *, only_model: bool, strip: str) -> dict[str, WholeTensor]:
@@ -215,9 +198,10 @@ def _safetensors_file(number: int, total: int, group: Sequence[WholeTensor]) -> 
     name = f"model-{number:05}-of-{total:05}{SUFFIX}" if total > 1 else f"model{SUFFIX}"
     # The format requires larger elements first, for alignment.
     in_order = sorted(group, key=lambda t: (-DTYPE_SIZES[t.tensor.entry.dtype], t.name))
-    entries = [(t.name, t.tensor.entry.dtype, t.tensor.entry.shape, t.n_bytes) for t in in_order]
+    held = [(one.name, one.tensor) for one in in_order]
+    entries = [(name, t.entry.dtype, t.entry.shape, t.n_bytes) for name, t in held]
     header = header_bytes(entries)
-    n_bytes = len(header) + sum(tensor.n_bytes for tensor in in_order)
+    n_bytes = len(header) + sum(one.tensor.n_bytes for one in in_order)
     # The elements follow each other without a gap.
     return WholeFile(name, tuple(in_order), n_bytes, lambda crcs: b"" if crcs else header)
 
@@ -227,19 +211,15 @@ def _others(part: SourcePart, only_model: bool) -> Iterator[SourceBytes]:
     return (e for e in part.bytes_entries if not only_model or e.kind == "model")
 
 
-def _files_left_out(source: Source) -> Iterator[Finding]:
-    """Findings for sidecars, which the other formats cannot hold."""
+def _left_out(source: Source, others: Sequence[str], why: str) -> tuple[Finding, ...]:
+    """Remarks on entries, and on sidecars, which the other formats cannot hold."""
     held = [one.file.path for one in source.files if one.kind is not None]
-    if held:
-        yield left_out(f"{counted(len(held), 'file')} of train state beside the shards", held)
+    of_entries = left_out(others, why, "entry", "entries")
+    return (*of_entries, *left_out(held, "of train state beside the shards"))
 
 
 def write_export(
-    source: Source,
-    export: Export,
-    place: Place,
-    room: ThreadLimits,
-    on_progress: OnProgress | None,
+    source: Source, export: Export, place: Place, room: ThreadLimits, on_progress: OnProgress | None
 ) -> None:
     """Write, verify, read again, publish.
 
@@ -296,11 +276,7 @@ class _Copy:
     """Produces one file; `crc` is the checksum of all that was written."""
 
     def __init__(
-        self,
-        file: WholeFile,
-        room: ThreadLimits,
-        progress: WriteProgress,
-        proving: threading.Lock,
+        self, file: WholeFile, room: ThreadLimits, progress: WriteProgress, proving: threading.Lock
     ) -> None:
         self.file = file
         self.crc = 0
@@ -338,7 +314,7 @@ class _Copy:
                     crcs.append(crc)
                     if len(crcs) == len(self.file.tensors):
                         self._prove({at: reader.proof for at, reader in readers.items()})
-                    self.crc = crc32_combine(self.crc, crc, whole.n_bytes)
+                    self.crc = crc32_combine(self.crc, crc, whole.tensor.n_bytes)
                     if behind := self.file.between(crcs):
                         self.crc = crc32(behind, self.crc)
                         yield memoryview(behind)

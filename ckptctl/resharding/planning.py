@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from ckptctl.errors import OptionError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.writing import tensor_frame
-from ckptctl.formats.dcp.writing import metadata_bytes
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formatting import counted, inside, some_of
 from ckptctl.model import ByteRange, BytesEntry, Chunk, Chunks, TensorEntry
 from ckptctl.records.slices import Dims, TensorSlice
 from ckptctl.resharding.results import RankShare
-from ckptctl.resharding.sources import (
-    RankFile,
-    Source,
-    SourceBytes,
-    SourcePart,
-    SourceTensor,
-)
+from ckptctl.resharding.sources import RankFile, Source, SourceBytes, SourcePart, SourceTensor
 
 TINY_BYTES = 1024
 """A tensor of one chunk and up to this many bytes stays whole, because every rank reads it."""
@@ -73,7 +64,6 @@ class PartPlan:
     entries: tuple[TensorEntry | BytesEntry, ...]
     paths: Mapping[str, tuple[str | int, ...]]
     n_cut: int
-    n_whole: int
 
     @property
     def metadata_path(self) -> str:
@@ -95,6 +85,21 @@ class Plan:
     def shards(self) -> tuple[TargetFile, ...]:
         """The shard files of all parts."""
         return tuple(file for part in self.parts for file in part.files)
+
+    @property
+    def n_cut(self) -> int:
+        """Tensors in several chunks."""
+        return sum(part.n_cut for part in self.parts)
+
+    @property
+    def n_tensors(self) -> int:
+        """Tensors of all parts."""
+        return sum(isinstance(one, TensorEntry) for part in self.parts for one in part.entries)
+
+    @property
+    def n_values(self) -> int:
+        """Entries that are no tensors."""
+        return sum(len(part.entries) for part in self.parts) - self.n_tensors
 
     @property
     def n_bytes(self) -> int:
@@ -119,21 +124,19 @@ class Plan:
         return digest.hexdigest()[:32]
 
 
-def new_metadata(part: PartPlan, url: str, identity: str) -> bytes:
-    """The metadata file of a part of the step that will be at `url`."""
-    save_id = str(uuid.UUID(identity))
-    return metadata_bytes(part.entries, part.paths, checkpoint_id=url, save_id=save_id)
-
-
 def plan(source: Source, wanted: TargetLayout) -> Plan:
     """Plan `source` in the layout `wanted`.
 
     Cost: no read; time linear in the number of chunks, some 10 µs each.
     """
-    findings = [*_per_rank(source, wanted.world_size)]
-    parts = tuple(_part(part, wanted, one_writer(source)) for part in source.parts)
-    findings += _not_alike(source, wanted)
-    return Plan(source, wanted, parts, source.files, tuple(findings))
+    # Where one rank saved every tensor whole, nothing shows what was sharded.
+    saved = source.report.world_size
+    alone = (saved is None or saved.size == 1) and all(
+        tensor.n_cut == 1 for part in source.parts for tensor in part.tensors
+    )
+    parts = tuple(_part(part, wanted, alone) for part in source.parts)
+    findings = tuple(_notes(source, wanted.world_size))
+    return Plan(source, wanted, parts, source.files, findings)
 
 
 def shares(plan: Plan) -> Iterator[RankShare]:
@@ -145,21 +148,14 @@ def shares(plan: Plan) -> Iterator[RankShare]:
                 n_reads += 1
                 n_bytes += item.length
                 continue
-            for overlap in item.entry.overlaps(item.elements):
+            for _, common in item.entry.overlaps(item.elements):
                 n_reads += 1
-                n_bytes += overlap.elements.n_elements * item.entry.item_bytes
+                n_bytes += common.n_elements * item.entry.item_bytes
         yield RankShare(file.rank, file.path, len(file.items), file.n_bytes, n_reads, n_bytes)
 
 
-def one_writer(source: Source) -> bool:
-    """Whether one rank saved every tensor whole, so that nothing shows what was sharded."""
-    saved = source.report.world_size
-    alone = saved is None or saved.size == 1
-    return alone and all(t.n_cut == 1 for part in source.parts for t in part.tensors)
-
-
-def _per_rank(source: Source, n_ranks: int) -> Iterator[Finding]:
-    """The findings for state that exists once per rank, for another number of ranks."""
+def _notes(source: Source, n_ranks: int) -> Iterator[Finding]:
+    """The findings for state of each rank, of which one is kept, or as many as there were."""
     ranks: dict[str, set[str]] = {}
     for part in source.parts:
         for entry in part.entries:
@@ -181,18 +177,13 @@ def _per_rank(source: Source, n_ranks: int) -> Iterator[Finding]:
             found=f"{kind} for {saved_for}",
             next_command="ckptctl explain state.lost",
         )
-
-
-def _not_alike(source: Source, wanted: TargetLayout) -> Iterator[Finding]:
-    """The findings for values that several ranks saved, of which one is kept."""
     for part in source.parts:
         if part.several:
-            names = some_of(part.several)
             yield Finding(
                 "state.lost",
                 part.path,
-                f"each rank saved its own {names}; that of the first rank is kept",
-                expected=f"one value for each of {wanted.world_size} ranks",
+                f"each rank saved its own {some_of(part.several)}; that of the first rank is kept",
+                expected=f"one value for each of {n_ranks} ranks",
                 found="the value of the first rank",
                 next_command="ckptctl explain state.lost",
             )
@@ -202,116 +193,78 @@ def _part(part: SourcePart, wanted: TargetLayout, alone: bool) -> PartPlan:
     n_ranks = wanted.world_size
     tensors = [t for t in part.tensors if _goes_along(t, wanted)]
     others = [b for b in part.bytes_entries if _goes_along(b, wanted)]
-    slices = [_slices_for(tensor, wanted, alone) for tensor in tensors]
     files = tuple(TargetFile(inside(part.path, f"__{r}_0.distcp"), r) for r in range(n_ranks))
-    owners = _Owners(n_ranks)
-    placed = [
-        [owners.fixed(one, _n_bytes(tensor, one)) for one in own]
-        for tensor, own in zip(tensors, slices, strict=True)
-    ]
-    for n, tensor in sorted(enumerate(tensors), key=lambda each: -each[1].n_bytes):
-        for at, one in enumerate(slices[n]):
-            if placed[n][at] is None:
-                placed[n][at] = owners.lightest(_n_bytes(tensor, one))
+    loads = [0] * n_ranks
+    slices: list[Sequence[TensorSlice]] = []
+    for tensor in tensors:
+        if not _is_sharded(tensor, alone):
+            slices.append((TensorSlice.whole(tensor.entry.shape),))
+            continue
+        slices.append(sharded(tensor.entry.shape, n_ranks))
+        for rank, elements in enumerate(slices[-1]):
+            loads[rank] += elements.n_elements * tensor.item_bytes
+    lightest = LightestRank(loads)
+    # What every rank holds is written by one of them, the largest first.
+    writers: dict[int, int] = {}
+    for n, tensor in sorted(enumerate(tensors), key=lambda numbered: -numbered[1].n_bytes):
+        if not _is_sharded(tensor, alone):
+            writers[n] = lightest.give(tensor.n_bytes)
     entries: list[TensorEntry | BytesEntry] = []
     # As torch does, entries that are no tensors come first.
     for other in others:
-        file = files[owners.lightest(other.record.length)]
-        length, transforms = other.record.length, other.record.transforms
-        record = ByteRange(_name(file), file.n_bytes, length, transforms)
-        entries.append(BytesEntry(other.fqn, record))
-        _append(file, other, None, length)
-    for tensor, own, ranks in zip(tensors, slices, placed, strict=True):
+        file = files[lightest.give(other.record.length)]
+        entries.append(BytesEntry(other.fqn, _append(file, other, None, other.record.length)))
+    for n, (tensor, own) in enumerate(zip(tensors, slices, strict=True)):
         chunks = []
-        for one, rank in zip(own, ranks, strict=True):
-            file = files[rank or 0]
-            length = tensor_frame(tensor.entry.dtype, one.elements.sizes).n_bytes
-            record = ByteRange(_name(file), file.n_bytes, length)
-            chunks.append(Chunk(*one.elements, record))
-            _append(file, tensor, one.elements, length)
+        for rank, elements in enumerate(own, writers.get(n, 0)):
+            length = tensor_frame(tensor.entry.dtype, elements.sizes).n_bytes
+            chunks.append(Chunk(*elements, _append(files[rank], tensor, elements, length)))
         columns = Chunks.of(len(tensor.entry.shape), chunks)
         entries.append(replace(tensor.entry, chunks=columns))
     known = {entry.fqn for entry in entries}
     paths = {fqn: path for fqn, path in part.paths.items() if fqn in known}
     n_cut = sum(len(own) > 1 for own in slices)
-    return PartPlan(part, files, tuple(entries), paths, n_cut, len(slices) - n_cut)
+    return PartPlan(part, files, tuple(entries), paths, n_cut)
 
 
 def _goes_along(entry: SourceTensor | SourceBytes, wanted: TargetLayout) -> bool:
     return not wanted.only_model or entry.kind == "model"
 
 
-def _slices_for(tensor: SourceTensor, wanted: TargetLayout, alone: bool) -> tuple[RankSlice, ...]:
-    """The slices of a tensor in the new step."""
-    shape = tensor.entry.shape
-    if not shape or 0 in shape or not _is_cut(tensor, alone):
-        return replicated(shape)
-    return sharded(shape, wanted.world_size)
-
-
-def _is_cut(tensor: SourceTensor, alone: bool) -> bool:
-    """Whether a tensor is sharded: its writer sharded it, or was a single rank."""
-    if tensor.n_cut > 1:
-        return True
+def _is_sharded(tensor: SourceTensor, alone: bool) -> bool:
+    """Whether a tensor becomes slices: its writer sharded it, or was a single rank."""
+    if not tensor.entry.shape or 0 in tensor.entry.shape:
+        return False
     of_model = tensor.kind in ("model", "optimizer")
-    return alone and of_model and tensor.n_bytes > TINY_BYTES
+    return tensor.n_cut > 1 or (alone and of_model and tensor.n_bytes > TINY_BYTES)
 
 
-def _n_bytes(tensor: SourceTensor, one: RankSlice) -> int:
-    return one.elements.n_elements * tensor.item_bytes
+class LightestRank:
+    """The rank that has the least to write so far."""
 
+    def __init__(self, loads: Sequence[int]) -> None:
+        self._heap = [(load, rank) for rank, load in enumerate(loads)]
+        heapq.heapify(self._heap)
 
-class _Owners:
-    """Assign slices to ranks: a slice that all ranks hold goes to the lightest of them."""
-
-    def __init__(self, n_ranks: int) -> None:
-        self._loads = [0] * n_ranks
-        self._heap: list[tuple[int, int]] | None = None
-
-    def fixed(self, one: RankSlice, n_bytes: int) -> int | None:
-        """The only rank that holds a slice; None if all do."""
-        if one.rank is not None:
-            self._loads[one.rank] += n_bytes
-        return one.rank
-
-    def lightest(self, n_bytes: int) -> int:
-        """The rank that has the least to write so far; from here on no slice is `fixed`."""
-        if self._heap is None:
-            self._heap = [(load, rank) for rank, load in enumerate(self._loads)]
-            heapq.heapify(self._heap)
+    def give(self, n_bytes: int) -> int:
+        """Give it more to write, and return it."""
         load, rank = self._heap[0]
         heapq.heapreplace(self._heap, (load + n_bytes + 1, rank))
         return rank
 
 
-def _name(file: TargetFile) -> str:
-    return file.path.rpartition("/")[2]
-
-
 def _append(
     file: TargetFile, entry: SourceTensor | SourceBytes, elements: TensorSlice | None, length: int
-) -> None:
+) -> ByteRange:
+    """Where a record of this length is placed in a file, behind those that are there."""
+    transforms = entry.record.transforms if isinstance(entry, SourceBytes) else ()
+    place = ByteRange(file.path.rpartition("/")[2], file.n_bytes, length, transforms)
     file.items.append(Item(entry, elements, file.n_bytes, length))
     file.n_bytes += length
-
-
-# How tensors are divided among the ranks
-#
-# Tensors are sharded as FSDP2 and `torch.chunk` shard them: into pieces of equal size, rounded up,
-# so that the last ranks may hold less or nothing.
-#
-# Source: torch 2.13 `torch/distributed/tensor/placement_types.py` (`Shard`),
-# `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
+    return place
 
 
 MAX_RANKS = 1 << 20
-
-
-class RankSlice(NamedTuple):
-    """A slice of a tensor, and the rank that holds it; None where every rank does."""
-
-    elements: TensorSlice
-    rank: int | None
 
 
 def check_world_size(n_ranks: int | None) -> None:
@@ -321,23 +274,16 @@ def check_world_size(n_ranks: int | None) -> None:
         raise OptionError("--world-size", f"is {n_ranks:,}; {bound}")
 
 
-def chunked(n: int, n_parts: int) -> tuple[tuple[int, int], ...]:
-    """Start and length of each part that `torch.chunk` makes of `n` elements; some are empty."""
-    each = -(-n // n_parts)
-    return tuple((min(p * each, n), max(0, min(each, n - p * each))) for p in range(n_parts))
-
-
 @lru_cache(maxsize=65_536)
-def sharded(shape: Dims, n_ranks: int) -> tuple[RankSlice, ...]:
-    """The slices of a tensor that is sharded along dimension 0; none is empty."""
-    rest = (0,) * (len(shape) - 1)
+def sharded(shape: Dims, n_ranks: int) -> tuple[TensorSlice, ...]:
+    """The slices of a tensor that is sharded along dimension 0, by rank; none is empty.
+
+    They are those of FSDP2 and `torch.chunk`: of equal size, rounded up, so that the last ranks
+    may hold less or nothing. Source: torch 2.13 `torch/distributed/tensor/placement_types.py`
+    (`Shard`), `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
+    """
+    length, rest = -(-shape[0] // n_ranks), (0,) * (len(shape) - 1)
     return tuple(
-        RankSlice(TensorSlice((start, *rest), (length, *shape[1:])), rank)
-        for rank, (start, length) in enumerate(chunked(shape[0], n_ranks))
-        if length
+        TensorSlice((start, *rest), (min(length, shape[0] - start), *shape[1:]))
+        for start in range(0, shape[0], length)
     )
-
-
-def replicated(shape: Dims) -> tuple[RankSlice, ...]:
-    """The one slice of a tensor that every rank holds; it may have no elements."""
-    return (RankSlice(TensorSlice.whole(shape), None),)

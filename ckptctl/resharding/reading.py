@@ -66,7 +66,6 @@ from ckptctl.model import (
 from ckptctl.records.loading import TensorRecord, is_row_major
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import read_headers
-from ckptctl.records.slices import row_major
 from ckptctl.resharding.sources import (
     SourceDamaged,
     SourceFiles,
@@ -95,11 +94,6 @@ class FlatFile:
     state: Any
     directory: RecordDirectory
     members: Mapping[str, Member]
-
-    @property
-    def has_crcs(self) -> bool:
-        """The file has checksums of its storages."""
-        return self.directory.has_crcs
 
     def part(self, path: str = "", under: str = "", *, only_model: bool = False) -> SourcePart:
         """The part at `path` of a step that its entries make, below the key `under`.
@@ -131,7 +125,7 @@ class FlatFile:
                 continue
             member = storage_of(leaf.fqn, stub, self.members)
             number = len(tensors)
-            crc, is_whole = member.crc if self.has_crcs else None, not is_row_major(stub)
+            crc, is_whole = member.crc if self.directory.has_crcs else None, not is_row_major(stub)
             # What is read whole is verified each time; otherwise once for each storage.
             if not is_whole and member.name in proven:
                 crc = None
@@ -168,7 +162,10 @@ def open_flat(
 
     try:
         directory, read = _sound(store, file)
-        state = decode(_pickle(directory, read))
+        pickle = read_member(directory, "data.pkl", read)
+        if pickle is None:
+            raise RecordUnreadable(f"its pickle has more than {MAX_PICKLE_BYTES:,} bytes")
+        state = decode(pickle)
     except RecordUnreadable as error:
         raise damaged("record.framing", error.message) from error
     except MetadataUnreadable as error:
@@ -207,13 +204,6 @@ def _around(member: Member) -> Iterator[tuple[int, int]]:
         yield member.end, member.following
     if not member.name.startswith(_STORAGES) and 0 < member.size <= MAX_PICKLE_BYTES:
         yield member.start, member.end
-
-
-def _pickle(directory: RecordDirectory, read: KeptBytes) -> bytes:
-    data = read_member(directory, "data.pkl", read)
-    if data is None:
-        raise RecordUnreadable(f"its pickle has more than {MAX_PICKLE_BYTES:,} bytes")
-    return data
 
 
 def _of_model(leaves: Sequence[FlatEntry]) -> tuple[FlatEntry, ...]:
@@ -291,7 +281,9 @@ def read_safetensors(
     # Elements are row-major, and have neither a frame nor a checksum.
     chunks = [(entry.dtype, chunk) for entry in tensors for chunk in entry.chunks]
     records = {
-        number: TensorRecord(number, _stub(dtype, chunk.sizes), 0, chunk.byte_range.length, None)
+        number: TensorRecord(
+            number, TensorStub.row_major(dtype, chunk.sizes), 0, chunk.byte_range.length, None
+        )
         for number, (dtype, chunk) in enumerate(chunks)
         if chunk.byte_range is not None
     }
@@ -311,10 +303,6 @@ def _named(store: Store, folder: str, url: str, part: Part) -> frozenset[str] | 
         )
     index = store.read(inside(folder, indexes[0]), limit=MAX_HEADER)
     return frozenset(parse_index(index).files.values())
-
-
-def _stub(dtype: str, shape: tuple[int, ...]) -> TensorStub:
-    return TensorStub(dtype, shape, row_major(shape), 0, "", prod(shape))
 
 
 def _tensors(

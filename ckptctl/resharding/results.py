@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptctl.findings import Finding, Report
-from ckptctl.formatting import command_line, some_of
+from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.model import ExitCode, Message, NextCommand, Positive, StepNumber
 
 
@@ -165,11 +165,14 @@ def not_converted(source: str, target: str, report: Report) -> Converted:
     )
 
 
-def left_out(what: str, names: Sequence[str]) -> Finding:
-    """The remark that a conversion leaves something out; `what` counts the names."""
-    return Finding(
-        "state.left-out",
-        "",
-        f"left out: {what}: {some_of(names)}",
-        next_command="ckptctl explain state.left-out",
-    )
+def left_out(
+    names: Sequence[str], what: str, noun: str = "file", plural: str | None = None
+) -> Iterator[Finding]:
+    """The remark that a conversion leaves out what has these names; none without any."""
+    if names:
+        yield Finding(
+            "state.left-out",
+            "",
+            f"left out: {counted(len(names), noun, plural)} {what}: {some_of(names)}",
+            next_command="ckptctl explain state.left-out",
+        )

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ from ckptctl.formats.frameworks.layouts import (
 from ckptctl.formats.frameworks.state_keys import StateKind, entry_kinds
 from ckptctl.formats.pickles.values import TensorStub, decode_state
 from ckptctl.formatting import command_line, inside
-from ckptctl.inspection.inspecting import Inspection
+from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import (
     DTYPE_SIZES,
@@ -65,13 +66,7 @@ from ckptctl.records.loading import (
     TensorRecord,
     WrongElements,
 )
-from ckptctl.records.opening import (
-    Templates,
-    Unfit,
-    WrongChecksum,
-    open_whole,
-    unpack,
-)
+from ckptctl.records.opening import Templates, Unfit, WrongChecksum, open_whole, unpack
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource
 from ckptctl.records.slices import (
@@ -86,7 +81,7 @@ from ckptctl.records.slices import (
     position,
     row_major,
 )
-from ckptctl.storage.contract import Closing, Span, Store
+from ckptctl.storage.contract import Closing, ShortRead, Span, Store
 
 MAX_VALUE_BYTES = 64 << 20
 """The longest record of a value that is read; it is held in memory."""
@@ -114,13 +109,6 @@ class SourceChunk(NamedTuple):
 
     elements: TensorSlice
     number: int
-
-
-class ChunkOverlap(NamedTuple):
-    """The elements that chunk number `number` and a slice share."""
-
-    number: int
-    elements: TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +147,10 @@ class SourceTensor:
         """The size of the whole tensor in bytes."""
         return prod(self.entry.shape) * self.item_bytes
 
-    def overlaps(self, wanted: TensorSlice) -> Iterator[ChunkOverlap]:
-        """The parts of a slice of this tensor, by the chunks that hold them, in their order."""
+    def overlaps(self, wanted: TensorSlice) -> Iterator[tuple[SourceChunk, TensorSlice]]:
+        """The chunks that hold a part of a slice of this tensor, in their order, and the part."""
         if not wanted.offsets:
-            yield ChunkOverlap(0, wanted)
+            yield self.chunks[0], wanted
             return
         first, end = wanted.offsets[0], wanted.ends[0]
         # Chunks are in the order of their first offsets: none after `end` can overlap, and
@@ -170,13 +158,12 @@ class SourceTensor:
         low = bisect_left(
             self.chunks, first - self.longest + 1, key=lambda chunk: chunk.elements.offsets[0]
         )
-        for number in range(low, len(self.chunks)):
-            chunk = self.chunks[number].elements
-            if chunk.offsets[0] >= end:
+        for chunk in islice(self.chunks, low, None):
+            if chunk.elements.offsets[0] >= end:
                 return
-            common = chunk.overlap(wanted)
+            common = chunk.elements.overlap(wanted)
             if common is not None:
-                yield ChunkOverlap(number, common)
+                yield chunk, common
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +226,6 @@ class Source:
     changes: Callable[[], Iterator[Finding]]
     opened: OpenStep | None = None
 
-    @property
-    def tensors(self) -> Iterator[SourceTensor]:
-        """The tensors of all parts."""
-        return (tensor for part in self.parts for tensor in part.tensors)
-
     def check_unchanged(self) -> None:
         """Raise `SourceDamaged` if files were written since: what was read may be of two saves.
 
@@ -252,11 +234,17 @@ class Source:
         for finding in self.changes():
             raise SourceDamaged(finding)
 
-    def with_damage(self, damage: Finding) -> Report:
+    def report_after(self, error: SourceDamaged | ShortRead) -> Report:
         """The report with the damage that was found, or `step.changed` if files were written since.
 
         What was read of two saves does not prove that either of them is damaged. Cost: one listing.
         """
+        if isinstance(error, SourceDamaged):
+            damage = error.finding
+        elif self.opened is None:
+            raise error
+        else:
+            damage = inspection_failed(self.opened, error)
         return self.report.with_findings(next(self.changes(), damage))
 
 
@@ -279,7 +267,13 @@ def source_of(inspected: Inspection) -> Source:
             continue
         for metadata in part.metadata:
             for entry in metadata.tensors.values():
-                _check_can_be_written(entry)
+                if entry.dtype not in WRITABLE:
+                    what = f"is of dtype {entry.dtype}"
+                elif entry.layout != "strided":
+                    what = f"has the layout {entry.layout}"
+                else:
+                    continue
+                raise UsageError(f"{entry.fqn} {what}, which cannot be resharded")
         files = SourceFiles(part.store, part.folder, part.url, part.ranges, part.path)
         parts.append(part_of(part.path, part.metadata, files))
     return source_in(inspected, parts, [*_sidecars(inspected)])
@@ -354,13 +348,6 @@ def part_of(
         files,
         tuple(several),
     )
-
-
-def _check_can_be_written(entry: TensorEntry) -> None:
-    if entry.dtype not in WRITABLE:
-        raise UsageError(f"{entry.fqn} is of dtype {entry.dtype}, which cannot be resharded")
-    if entry.layout != "strided":
-        raise UsageError(f"{entry.fqn} has the layout {entry.layout}, which cannot be resharded")
 
 
 def _tensor(
@@ -578,10 +565,9 @@ class SliceReader(Closing):
         for tensor, elements in slices:
             item_bytes, strides = tensor.item_bytes, row_major(elements.sizes, tensor.item_bytes)
             targets = []
-            for overlap in tensor.overlaps(elements):
-                chunk = tensor.chunks[overlap.number]
-                first = at + position(overlap.elements.relative_to(elements).offsets, strides)
-                within = overlap.elements.relative_to(chunk.elements)
+            for chunk, common in tensor.overlaps(elements):
+                first = at + position(common.relative_to(elements).offsets, strides)
+                within = common.relative_to(chunk.elements)
                 target = MemoryTarget(within, item_bytes, Strided(block, first, strides))
                 wanted[chunk.number].append(target)
                 targets.append((chunk.number, target))

@@ -18,28 +18,16 @@ from ckptctl.findings import Report, Severity
 from ckptctl.formats.frameworks.layouts import compile_pattern, step_name
 from ckptctl.formatting import command_line
 from ckptctl.inspection.content import Asked
-from ckptctl.inspection.inspecting import Inspection, inspect_step, inspection_failed
+from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.seals import is_unwritten
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, OnProgress
-from ckptctl.resharding.executing import Place, WriteOptions, write
-from ckptctl.resharding.planning import (
-    Plan,
-    TargetLayout,
-    check_world_size,
-    plan,
-    shares,
-)
+from ckptctl.resharding.executing import DEFAULT_MEMORY, Place, WriteOptions, write
+from ckptctl.resharding.planning import Plan, TargetLayout, check_world_size, plan, shares
 from ckptctl.resharding.results import Reshard
-from ckptctl.resharding.sources import (
-    SourceDamaged,
-    check_format,
-    refusal,
-    source_of,
-)
-from ckptctl.resharding.writing import DEFAULT_MEMORY
+from ckptctl.resharding.sources import SourceDamaged, check_format, refusal, source_of
 from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import ShortRead
@@ -96,7 +84,13 @@ def reshard(
     of the source read once, twice if tensors are sharded across rows; every byte of the new step
     written once and read twice.
     """
-    wanted = _layout(world_size, only_model)
+    if world_size is None:
+        raise UsageError(
+            "the number of ranks of the new step is missing; give --world-size N",
+            instead="--world-size 8",
+        )
+    check_world_size(world_size)
+    wanted = TargetLayout(world_size, only_model)
     requirements = Requirements(pattern=pattern, grace_s=grace_s)
     (storage,) = options_from(keywords, storage)
     if jobs is not None and jobs < 1:
@@ -127,12 +121,8 @@ def reshard(
             return answer
         try:
             written = write(planned, place, room, options)
-        except SourceDamaged as error:
-            report = whole.with_damage(error.finding)
-            return _refused(found.url, place.url, wanted, report)
-        except ShortRead as error:
-            report = whole.with_damage(inspection_failed(found, error))
-            return _refused(found.url, place.url, wanted, report)
+        except (SourceDamaged, ShortRead) as error:
+            return _refused(found.url, place.url, wanted, whole.report_after(error))
         if isinstance(written, Report):
             return _refused(found.url, place.url, wanted, written)
         return replace(
@@ -143,17 +133,6 @@ def reshard(
             message=f"resharded for {answer.world_size} ranks: verified at level content, sealed",
             next_command=command_line("diff", found.url, place.url, "--values"),
         )
-
-
-def _layout(world_size: int | None, only_model: bool) -> TargetLayout:
-    """The requested layout; raises `UsageError`."""
-    if world_size is None:
-        raise UsageError(
-            "the number of ranks of the new step is missing; give --world-size N",
-            instead="--world-size 8",
-        )
-    check_world_size(world_size)
-    return TargetLayout(world_size, only_model)
 
 
 def _same_number(found: OpenTarget, place: Place, given: str, pattern: str | None) -> None:
@@ -194,6 +173,16 @@ def inspect_whole(
     return inspected
 
 
+def check_is_path(target: str, what: str) -> None:
+    """Raise `UsageError` for a target that is named as an existing step is, as `ROOT@1200`."""
+    named = parse_target(target)
+    if named.name is None:
+        path = join_url(named.root, "step_1200")
+        raise UsageError(
+            f"{target}: give {what} as a path, such as {path}", instead_of=target, instead=path
+        )
+
+
 @contextmanager
 def target_place(
     target: str, storage: StorageOptions, *, source: str | None = None
@@ -202,14 +191,7 @@ def target_place(
 
     Raises `UsageError` for a place inside the step `source`, which is never written to.
     """
-    named = parse_target(target)
-    if named.name is None:
-        path = join_url(named.root, "step_1200")
-        raise UsageError(
-            f"{target}: give the new step as a path, such as {path}",
-            instead_of=target,
-            instead=path,
-        )
+    check_is_path(target, "the new step")
     url = target.rstrip("/") or target
     if base_name(url) in (".", ".."):
         raise UsageError(f"{target} already exists; name a step that does not exist")
@@ -244,12 +226,10 @@ def _answer(planned: Plan, url: str) -> Reshard:
         number=named.number if named else None,
         saved_world_size=saved.size if saved else None,
         world_size=n_ranks,
-        n_tensors=sum(part.n_cut + part.n_whole for part in planned.parts),
-        n_cut=sum(part.n_cut for part in planned.parts),
-        n_whole=sum(part.n_whole for part in planned.parts),
-        n_bytes_entries=sum(
-            len(part.entries) - part.n_cut - part.n_whole for part in planned.parts
-        ),
+        n_tensors=planned.n_tensors,
+        n_cut=planned.n_cut,
+        n_whole=planned.n_tensors - planned.n_cut,
+        n_bytes_entries=planned.n_values,
         n_files=len(of_ranks) + n_others,
         n_bytes=planned.n_bytes,
         shares=of_ranks,

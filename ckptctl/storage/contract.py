@@ -16,7 +16,7 @@ Every store guarantees the following; `tests/storage` checks each:
 - Links are listed, not followed, unless they lead into a folder of `follow_links`. Directory
   markers and `.nfs*` files are not listed.
 - `put` publishes a whole file or nothing.
-- Nothing but `Folders.create_root` creates the root. A root of a file system that vanished or
+- Nothing but `LocalStore.create_root` creates the root. A root of a file system that vanished or
   was replaced since the store opened it raises `StorageUnavailable`, for reads and writes.
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptctl.errors import AlreadyExists, PathEscape, PathNotFound, StorageError
 from ckptctl.model import FileInfo, Kept
@@ -36,6 +36,8 @@ from ckptctl.storage.waiting import Retries
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from ckptctl.storage.local import LocalStore
 
 
 class ShortRead(StorageError, code="step.changed", exit_code=26):
@@ -113,8 +115,10 @@ class Closing:
         self.close()
 
 
-class OpenFile(Protocol):
-    """One open file that one thread reads in pieces."""
+class OpenFile(Closing):
+    """One open file that one thread reads in pieces; `close` closes it."""
+
+    __slots__ = ()
 
     def read_into(self, offset: int, *buffers: memoryview) -> None:
         """Fill the buffers, one after the other, with the bytes from `offset` on.
@@ -122,104 +126,7 @@ class OpenFile(Protocol):
         There are at most `MAX_BUFFERS`. Raises `ShortRead` if the file ends before they are
         full. After an error, their content is undefined.
         """
-        ...
-
-    def close(self) -> None:
-        """Close the file. An open file is also a context manager."""
-        ...
-
-    def __enter__(self) -> OpenFile: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class FileSystem(NamedTuple):
-    """What a file system states about itself.
-
-    `mount` is its type, source and place (`nfs4 server:/export on /shared`), None where there
-    is no mount table to read. `free_bytes` is how much this user can still write.
-    """
-
-    mount: str | None
-    read_only: bool
-    free_bytes: int
-
-
-class Folders(Protocol):
-    """Operations of a file system that an object store does not have; see `Store.folders`.
-
-    Writes are durable when a method returns, except for the names that `make_folder` and
-    `write_in_place` create: the caller calls `sync_folder` on the parent once everything is in
-    place.
-    """
-
-    def path_of(self, path: str) -> str:
-        """The absolute local path of a file or folder of the root."""
-        ...
-
-    def file_id(self, path: str) -> tuple[int, int]:
-        """Device and inode number of a regular file: its name on this running system.
-
-        Opens the file, so that a network file system asks its server whether it changed.
-        """
-        ...
-
-    def create_root(self) -> None:
-        """Create the root, durably, if its parent exists; an existing root is no error.
-
-        No other method creates it: a write below a root that is missing raises
-        `PathNotFound`.
-        """
-        ...
-
-    def root_id(self) -> tuple[int, int]:
-        """Device and inode number of the root.
-
-        Raises `StorageUnavailable` if it is not the folder that this store opened first.
-        """
-        ...
-
-    def make_folder(self, path: str) -> None:
-        """Create a folder in the root or in an existing one; raises `AlreadyExists`."""
-        ...
-
-    def write_in_place(
-        self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int
-    ) -> None:
-        """As `Store.put_pieces`, for a file that counts only once another file names it.
-
-        The file has its name from the first byte on, so that an interrupted save is visible.
-        Its folder must exist, and the caller flushes it. If an error ends the write, the file
-        is removed.
-        """
-        ...
-
-    def sync_folder(self, path: str) -> None:
-        """Make the entries of a folder durable."""
-        ...
-
-    def move(self, path: str, target: str) -> None:
-        """Rename a file or folder, creating missing parents. Raises `AlreadyExists`."""
-        ...
-
-    def append_line(self, path: str, line: bytes) -> None:
-        """Append `line`, which must end with a line end, to a file that several processes write.
-
-        The line is written whole or not at all. Creates the file in a folder that exists.
-        """
-        ...
-
-    def remove_folder(self, path: str, *, first: Sequence[Sequence[str]] = ()) -> None:
-        """Remove a folder and its content; links are removed, never followed.
-
-        `first` holds groups of files, as paths below the folder: each group is removed
-        durably before anything of the next group or of the rest.
-        """
-        ...
-
-    def file_system(self) -> FileSystem:
-        """The file system of the root, or of the folder that will hold it."""
-        ...
+        raise NotImplementedError
 
 
 class Store(Protocol):
@@ -228,22 +135,18 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The root as the user typed it, without a trailing `/`."""
-        ...
 
     @property
     def kind(self) -> StoreKind:
         """How much a read costs on this store."""
-        ...
 
     @property
-    def folders(self) -> Folders | None:
+    def folders(self) -> LocalStore | None:
         """The operations of a file system; None for an object store."""
-        ...
 
     @property
     def upload_checksum(self) -> str | None:
         """The checksum algorithm of uploads that the storage keeps, if any."""
-        ...
 
     def list_dir(self, path: str = "") -> Sequence[FileInfo]:
         """The entries directly below `path`, sorted by path; paths are relative to the root.
@@ -251,18 +154,15 @@ class Store(Protocol):
         Folders have kind `dir`. Raises `PathNotFound` if `path` is not a folder. An object
         store has no empty folders: there the list is empty instead, if the bucket exists.
         """
-        ...
 
     def list_tree(self, path: str = "") -> Sequence[FileInfo]:
         """All files below `path`, at any depth, sorted; no entries of kind `dir`."""
-        ...
 
     def read(self, path: str, *, limit: int) -> bytes:
         """The content of a file; raises `TooLarge` if it exceeds `limit` bytes.
 
         Never blocks on anything but a regular file.
         """
-        ...
 
     def read_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, bytes]]:
         """Each span with its bytes, in the requested order.
@@ -272,11 +172,9 @@ class Store(Protocol):
         it is replaced in between, `Replaced` is raised. Adjacent spans are not merged; the
         caller does that.
         """
-        ...
 
     def view_spans(self, spans: Iterable[Span]) -> Iterator[tuple[Span, Data]]:
         """As `read_spans`, without a copy of what a client holds: for long reads."""
-        ...
 
     def open_file(self, path: str) -> OpenFile:
         """Open a file to read many pieces into buffers of the caller, who closes it.
@@ -284,7 +182,6 @@ class Store(Protocol):
         All pieces come from the same file; an object store raises `Replaced` if the object
         was replaced.
         """
-        ...
 
     def kept(self, paths: Iterable[str]) -> Iterator[Kept]:
         """The checksums that the storage keeps of each file, in the requested order; reads no data.
@@ -293,14 +190,12 @@ class Store(Protocol):
         the storage is known to keep no checksums. Raises `PathNotFound` for a missing file,
         if a request was made.
         """
-        ...
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """Create the file whole and durable, or change nothing.
 
         Raises `AlreadyExists` if it exists and `replace` is not set.
         """
-        ...
 
     def put_pieces(self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int) -> None:
         """Like `put`, for `size` bytes that do not fit in memory at once; replaces the file.
@@ -309,11 +204,9 @@ class Store(Protocol):
         the next one is requested. What `pieces` raises is passed on, and nothing is
         written. At most 64 MiB are buffered.
         """
-        ...
 
     def remove(self, path: str) -> None:
         """Remove a file; a missing file is no error."""
-        ...
 
     def list_uploads(self, path: str = "") -> Sequence[Upload]:
         """The unfinished multipart uploads of objects below `path`, sorted by path.
@@ -323,14 +216,12 @@ class Store(Protocol):
         uploads. Raises `NotSupported` if the client cannot list them. Costs one request per
         1,000.
         """
-        ...
 
     def abort_upload(self, upload: Upload) -> None:
         """Remove the parts of an upload; an upload that has ended is no error.
 
         If its writer is still running, its next part fails and it starts a new upload.
         """
-        ...
 
     def retrying(self, retries: Retries) -> Store:
         """The same store over the same connections, with other retries of a failed request.
@@ -338,11 +229,9 @@ class Store(Protocol):
         `close` of either closes them. A file system has retries of its own, and is returned
         as it is.
         """
-        ...
 
     def close(self) -> None:
         """Close connections and end threads. A store is also a context manager."""
-        ...
 
     def __enter__(self) -> Store: ...
 

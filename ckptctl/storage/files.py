@@ -56,12 +56,7 @@ PRIVATE, SHARED = 0o600, 0o666
 
 
 def publish(
-    name: str,
-    data: Iterable[bytes | memoryview],
-    *,
-    within: int,
-    replace: bool,
-    mode: int = SHARED,
+    name: str, data: Iterable[bytes | memoryview], *, within: int, replace: bool, mode: int = SHARED
 ) -> None:
     """Create `name` with `data` in the folder `within` (a descriptor), durably.
 
@@ -138,20 +133,6 @@ def write_in_place(name: str, data: Iterable[bytes | memoryview], *, within: int
         raise
 
 
-def move(name: str, target: str, *, within: int, into: int) -> None:
-    """Rename `name` in one folder to `target` in another, durably.
-
-    Raises `FileExistsError` if the target exists. If the target is an empty folder, two
-    concurrent moves to it may both succeed.
-    """
-    with suppress(FileNotFoundError):
-        os.stat(target, dir_fd=into, follow_symlinks=False)
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-    os.rename(name, target, src_dir_fd=within, dst_dir_fd=into)
-    os.fsync(into)
-    os.fsync(within)
-
-
 def make_folder(name: str, *, within: int) -> None:
     """Create the folder `name` durably if it does not exist."""
     try:
@@ -162,11 +143,7 @@ def make_folder(name: str, *, within: int) -> None:
 
 
 def _write(
-    name: str,
-    data: Iterable[bytes | memoryview],
-    within: int,
-    flags: int,
-    mode: int = SHARED,
+    name: str, data: Iterable[bytes | memoryview], within: int, flags: int, mode: int = SHARED
 ) -> None:
     fd = os.open(name, flags, mode, dir_fd=within)
     try:
@@ -495,39 +472,25 @@ def append_line_within(place: HeldFolder, name: str, line: bytes) -> None:
     try:
         place.about_file(name)
     except FileNotFoundError:
-        if _published_first(place, name, line):
-            return
-    _append(place, name, line)
-
-
-def _published_first(place: HeldFolder, name: str, line: bytes) -> bool:
-    """Create the file with its first line; False if it exists by then."""
-    with Descriptor(os.open(".", _FOLDER, dir_fd=place.fd)) as within:
-        try:
+        with (
+            Descriptor(os.open(".", _FOLDER, dir_fd=place.fd)) as within,
+            suppress(FileExistsError),
+        ):
             publish(name, (line,), within=within.fd, replace=False)
-        except FileExistsError:
-            return False
-    return True
-
-
-def _append(place: HeldFolder, name: str, line: bytes) -> None:
+            return
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
     is_open = bool(place.about.st_mode & stat.S_IWOTH)
     with Descriptor(place.open(name, flags, 0o666, single=is_open)) as file:
         # Over NFS, two concurrent appends may overwrite each other; the lock prevents this.
         fcntl.flock(file.fd, fcntl.LOCK_EX)
-        _write_line(file.fd, line)
-
-
-def _write_line(fd: int, line: bytes) -> None:
-    size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) != b"\n":
-        line = b"\n" + line
-    if os.write(fd, line) != len(line):
-        # Readers would take a partial line for damage.
-        os.ftruncate(fd, size)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(fd)
+        size = os.fstat(file.fd).st_size
+        if size and os.pread(file.fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(file.fd, line) != len(line):
+            # Readers would take a partial line for damage.
+            os.ftruncate(file.fd, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file.fd)
 
 
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO})

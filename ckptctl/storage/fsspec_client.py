@@ -328,8 +328,11 @@ class S3fsClient(FsspecClient):
         return self._await(self._get(key, start, end), key)
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
+        if create and not _takes(self._session(key), "PutObject", "IfNoneMatch"):
+            raise CannotCreate("this botocore does not support conditional writes")
+        condition = {"IfNoneMatch": "*"} if create else {}
         with needs_no_key():
-            self._await(self._put(key, data, create=create), key)
+            self._call_once(key, "put_object", Key=key, Body=data, **condition)
 
     def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
         upload, summed = retried(lambda: self._begin_parts(key), what=what, retries=retries)
@@ -376,8 +379,15 @@ class S3fsClient(FsspecClient):
             self._call_once(key, "abort_multipart_upload", Key=key, UploadId=upload_id)
 
     def _begin_parts(self, key: str) -> tuple[str, dict[str, str]]:
-        """The id of a new upload, and the arguments that each of its parts needs."""
-        summed, whole = self._await(self._checksums_sent(), key)
+        """The id of a new upload, and the arguments that each of its parts needs.
+
+        With them the store keeps one CRC-32 of the whole object; there are none if botocore does
+        not support that, or if its settings disable checksums.
+        """
+        session, summed, whole = self._session(key), {}, {}
+        when = getattr(session.meta.config, "request_checksum_calculation", None)
+        if when == "when_supported" and _takes(session, "CreateMultipartUpload", "ChecksumType"):
+            summed, whole = {"ChecksumAlgorithm": "CRC32"}, {"ChecksumType": "FULL_OBJECT"}
         try:
             begun = self._call_once(key, "create_multipart_upload", Key=key, **summed, **whole)
         except CannotCreate:  # the server reports that it does not support this checksum
@@ -394,7 +404,10 @@ class S3fsClient(FsspecClient):
 
     def kept(self, key: str) -> Kept:
         """See `Client.kept`; one HEAD."""
-        answer = self._await(self._head_with_checksums(key), key)
+        asked = {}
+        if _takes(self._session(key), "HeadObject", "ChecksumMode"):
+            asked = {"ChecksumMode": "ENABLED"}
+        answer = self._call_once(key, "head_object", Key=key, **asked)
         checksums = checksums_in(answer)
         return Kept(
             key,
@@ -427,32 +440,9 @@ class S3fsClient(FsspecClient):
             raise Transient(f"{len(data):,} bytes arrived as {served[0]}")
         return data, answer.get("ETag", "")
 
-    async def _head_with_checksums(self, key: str) -> Mapping[str, Any]:
-        client = await self._fs.set_session()
-        members = client.meta.service_model.operation_model("HeadObject").input_shape.members
-        asked = {"ChecksumMode": "ENABLED"} if "ChecksumMode" in members else {}
-        answer: Mapping[str, Any] = await self._call("head_object", Key=key, **asked)
-        return answer
-
-    async def _checksums_sent(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The arguments with which the store keeps one CRC-32 of a whole multipart object.
-
-        Empty if botocore does not support it, or if its settings disable checksums.
-        """
-        client = await self._fs.set_session()
-        operation = client.meta.service_model.operation_model("CreateMultipartUpload")
-        when = getattr(client.meta.config, "request_checksum_calculation", None)
-        if when != "when_supported" or "ChecksumType" not in operation.input_shape.members:
-            return {}, {}
-        return {"ChecksumAlgorithm": "CRC32"}, {"ChecksumType": "FULL_OBJECT"}
-
-    async def _put(self, key: str, data: bytes, *, create: bool) -> None:
-        condition = {"IfNoneMatch": "*"} if create else {}
-        client = await self._fs.set_session()
-        members = client.meta.service_model.operation_model("PutObject").input_shape.members
-        if create and "IfNoneMatch" not in members:
-            raise CannotCreate("this botocore does not support conditional writes")
-        await self._call("put_object", Key=key, Body=data, **condition)
+    def _session(self, key: str) -> Any:
+        """The client of botocore."""
+        return self._await(self._fs.set_session(), key)
 
     def _call_once(self, key: str, method: str, **arguments: object) -> Any:
         return self._await(self._call(method, **arguments), key)
@@ -496,6 +486,12 @@ class S3fsClient(FsspecClient):
         if names & _CONFIGURATION_ERRORS or isinstance(exc, (TypeError, ValueError)):
             return UsageError(f"{where}: s3fs does not accept these options: {exc}")
         return Transient(type(exc).__name__)
+
+
+def _takes(session: Any, operation: str, argument: str) -> bool:
+    """Whether this botocore has an argument of an operation."""
+    shape = session.meta.service_model.operation_model(operation).input_shape
+    return argument in shape.members
 
 
 def _page(answer: Mapping[str, Any]) -> tuple[list[FileInfo], str | None]:

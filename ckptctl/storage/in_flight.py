@@ -89,6 +89,11 @@ def in_flight(
     waiting: deque[_Request[Item, T]] = deque()
     work: SimpleQueue[_Request[Item, T] | None] = SimpleQueue()
     n_threads = n_waiting = 0
+
+    def serve() -> None:
+        while (task := work.get()) is not None:
+            task.run(ask)
+
     try:
         for item in items:
             new: _Request[Item, T] = _Request(item, n_bytes(item))
@@ -97,7 +102,7 @@ def in_flight(
                 yield _answer(waiting.popleft(), while_waiting)
             if n_threads < width:
                 try:
-                    start_daemon("ckptctl-read", _work, work, ask)
+                    start_daemon("ckptctl-read", serve)
                     n_threads += 1
                 except OutOfMemory:
                     if n_threads == 0:
@@ -109,7 +114,9 @@ def in_flight(
         while waiting:
             yield _answer(waiting.popleft(), while_waiting)
     finally:
-        _drop(work)
+        with suppress(Empty):  # what nobody has begun is dropped
+            while True:
+                work.get_nowait()
         for _ in range(n_threads):
             work.put(None)
 
@@ -172,19 +179,8 @@ def run_aside(request: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return request()
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(request())
-        except BaseException as exc:  # noqa: BLE001 - raised again below
-            errors.append(exc)
-
-    start_daemon("ckptctl-request", run).join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    ((_, result),) = in_flight(lambda _: request(), [None])
+    return result
 
 
 def _answer(
@@ -197,14 +193,3 @@ def _answer(
         raise request.error
     # The requesting thread may keep its task for a while; this releases the bytes.
     return request.item, request.answers.pop()
-
-
-def _work(work: SimpleQueue[_Request[Item, T] | None], ask: Callable[[Item], T]) -> None:
-    while (task := work.get()) is not None:
-        task.run(ask)
-
-
-def _drop(work: SimpleQueue[_Request[Item, T] | None]) -> None:
-    with suppress(Empty):
-        while True:
-            work.get_nowait()

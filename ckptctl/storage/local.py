@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptctl.errors import AlreadyExists, PathEscape, StorageError
 from ckptctl.model import FileInfo, Kept
 from ckptctl.storage.contract import (
     Closing,
-    FileSystem,
     OpenFile,
     ShortRead,
     Span,
@@ -36,7 +35,6 @@ from ckptctl.storage.files import (
     full,
     kind_of,
     mount_of,
-    move,
     publish,
     scan,
     write_in_place,
@@ -57,6 +55,18 @@ _MAX_DEPTH = 100
 _PIECE = 0x7FFFF000  # Linux reads no more a call; several pieces are copied together
 
 
+class FileSystem(NamedTuple):
+    """What a file system states about itself.
+
+    `mount` is its type, source and place (`nfs4 server:/export on /shared`), None where there
+    is no mount table to read. `free_bytes` is how much this user can still write.
+    """
+
+    mount: str | None
+    read_only: bool
+    free_bytes: int
+
+
 class LocalStore(Closing):
     """A folder on a local or mounted file system.
 
@@ -65,6 +75,10 @@ class LocalStore(Closing):
     is repeated: the file may have been renamed to a name that the scan had already passed.
     New files in a `private` folder, and in records of runbooks, can be read by their owner alone.
     Links into the folders `follow` are listed and read as what they lead to.
+
+    `Store.folders` returns it for what an object store does not have. Writes are durable when a
+    method returns, except for the names that `make_folder` and `write_in_place` create: the caller
+    calls `sync_folder` on the parent once everything is in place.
     """
 
     upload_checksum = None
@@ -133,20 +147,34 @@ class LocalStore(Closing):
         self._publish(path, pieces(), size, replace=True)
 
     def path_of(self, path: str) -> str:
+        """The absolute local path of a file or folder of the root."""
         root = os.path.abspath(self._root.path)
         return os.path.join(root, *parts_of(path))
 
     def file_id(self, path: str) -> tuple[int, int]:
+        """Device and inode number of a regular file: its name on this running system.
+
+        Opens the file, so that a network file system asks its server whether it changed.
+        """
         return self._tried(path, partial(self._id, path))
 
     def create_root(self) -> None:
+        """Create the root, durably, if its parent exists; an existing root is no error.
+
+        No other method creates it: a write below a root that is missing raises `PathNotFound`.
+        """
         with self._writing(""):
             self._root.create()
 
     def root_id(self) -> tuple[int, int]:
+        """Device and inode number of the root.
+
+        Raises `StorageUnavailable` if it is not the folder that this store opened first.
+        """
         return self._tried("", lambda: self._root.identity)
 
     def make_folder(self, path: str) -> None:
+        """Create a folder in the root or in an existing one; raises `AlreadyExists`."""
         *folders, name = parts_of(path)
         with self._writing(path), self._root.folder(folders) as above:
             os.mkdir(name, dir_fd=above.fd)
@@ -154,15 +182,26 @@ class LocalStore(Closing):
     def write_in_place(
         self, path: str, pieces: Callable[[], Iterator[memoryview]], size: int
     ) -> None:
+        """As `Store.put_pieces`, for a file that counts only once another file names it.
+
+        The file has its name from the first byte on, so that an interrupted save is visible.
+        Its folder must exist, and the caller flushes it. If an error ends the write, the file
+        is removed.
+        """
         *folders, name = parts_of(path)
         with self._writing(path, size), self._root.folder(folders) as folder:
             write_in_place(name, pieces(), within=folder.fd)
 
     def sync_folder(self, path: str) -> None:
+        """Make the entries of a folder durable."""
         with self._writing(path), self._root.folder(parts_of(path)) as folder:
             os.fsync(folder.fd)
 
     def append_line(self, path: str, line: bytes) -> None:
+        """Append `line`, which must end with a line end, to a file that several processes write.
+
+        The line is written whole or not at all. Creates the file in a folder that exists.
+        """
         *folders, name = parts_of(path)
         with self._writing(path, len(line)), self._root.folder(folders) as folder:
             above = HeldFolder(os.path.dirname(self.path_of(path)), os.dup(folder.fd))
@@ -170,13 +209,22 @@ class LocalStore(Closing):
                 append_line_within(above, name, line)
 
     def move(self, path: str, target: str) -> None:
+        """Rename a file or folder, creating missing parents. Raises `AlreadyExists`.
+
+        If the target is an empty folder, two concurrent moves to it may both succeed.
+        """
         old, new = parts_of(path), parts_of(target)
         with (
             self._writing(target),
             self._root.folder(old[:-1]) as within,
             self._root.folder(new[:-1], make=True) as into,
         ):
-            move(old[-1], new[-1], within=within.fd, into=into.fd)
+            with suppress(FileNotFoundError):
+                os.stat(new[-1], dir_fd=into.fd, follow_symlinks=False)
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new[-1])
+            os.rename(old[-1], new[-1], src_dir_fd=within.fd, dst_dir_fd=into.fd)
+            os.fsync(into.fd)
+            os.fsync(within.fd)
 
     def remove(self, path: str) -> None:
         """Remove a file or an empty folder; a missing one is no error."""
@@ -192,22 +240,28 @@ class LocalStore(Closing):
                 os.rmdir(parts[-1], dir_fd=folder.fd)
 
     def remove_folder(self, path: str, *, first: Sequence[Sequence[str]] = ()) -> None:
-        """See `Folders.remove_folder`.
+        """Remove a folder and its content; links are removed, never followed.
 
-        Opens every folder on the way without following links, and empties it through its
-        descriptor: a folder that was replaced by a link raises `PathEscape`, and the target
-        of the link is not changed.
+        `first` holds groups of files, as paths below the folder: each group is removed durably
+        before anything of the next group or of the rest. Opens every folder on the way without
+        following links, and empties it through its descriptor: a folder that was replaced by a
+        link raises `PathEscape`, and the target of the link is not changed.
         """
         parts = parts_of(path)
         with self._writing(path), self._root.folder(parts[:-1]) as above:
             with self._root.folder(parts[-1:], within=above) as folder:
-                for group in first:
-                    self._unlink_below(folder, group)
+                for file in (file for group in first for file in group):
+                    *names, name = parts_of(file)
+                    with self._root.folder(names, within=folder) as inner:
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=inner.fd)
+                        os.fsync(inner.fd)
                 self._empty(folder, depth=0)
             os.rmdir(parts[-1], dir_fd=above.fd)
             os.fsync(above.fd)
 
     def file_system(self) -> FileSystem:
+        """The file system of the root, or of the folder that will hold it."""
         with busy(self.url):
             folder = self._root.existing()
             try:
@@ -241,15 +295,6 @@ class LocalStore(Closing):
         mode = PRIVATE if self._is_private or path.startswith(_RECORDS) else SHARED
         with self._writing(path, size), self._root.folder(parts[:-1], make=True) as folder:
             publish(parts[-1], data, within=folder.fd, replace=replace, mode=mode)
-
-    def _unlink_below(self, folder: Descriptor, paths: Sequence[str]) -> None:
-        """Unlink files by their paths below an open folder, and flush the folders they were in."""
-        for path in paths:
-            *names, name = parts_of(path)
-            with self._root.folder(names, within=folder) as inner:
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=inner.fd)
-                os.fsync(inner.fd)
 
     def _empty(self, folder: Descriptor, *, depth: int) -> None:
         """Remove everything in an open folder; links are removed, not followed."""
@@ -381,7 +426,7 @@ class LocalStore(Closing):
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
 
-class _LocalFile(Closing):
+class _LocalFile(OpenFile):
     """An open file of a `LocalStore`."""
 
     def __init__(self, store: LocalStore, path: str) -> None:

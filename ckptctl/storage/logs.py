@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 from ckptctl.errors import CkptctlError, MissingExtra, PathNotFound, UsageError
 from ckptctl.model import FileInfo
@@ -23,6 +23,8 @@ from ckptctl.storage.files import error_of
 from ckptctl.storage.opening import base_name, join_url, local_path, open_store, parent_url
 from ckptctl.storage.shared_places import FoundIn, found_in, open_found, open_log
 from ckptctl.storage.waiting import busy
+
+_Stream: TypeAlias = "zlib._Decompress | bz2.BZ2Decompressor | lzma.LZMADecompressor | _Zstd"
 
 STDIN = "-"
 MAX_LINE = 1 << 20
@@ -246,18 +248,6 @@ def _decompressed(stream: _Stream, data: bytes) -> Generator[bytes, None, bytes]
     return b""
 
 
-class _Stream(Protocol):
-    """One compressed stream; `eof` once it has ended."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-
-
 class _Zstd:
     """As the standard library's streams, but a slice of input bounds what comes of it."""
 
@@ -288,6 +278,7 @@ class _Zstd:
 
 
 def _stream_for(head: bytes) -> _Stream | None:
+    """A new stream for data that begins so, which ends with its `eof`; None for plain data."""
     if head.startswith(_GZIP):
         return zlib.decompressobj(wbits=31)
     if head.startswith(_BZIP2):

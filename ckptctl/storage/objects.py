@@ -53,7 +53,6 @@ class Client(Protocol):
     @property
     def prefix(self) -> str:
         """The key of the root, without slashes around it; empty for a whole bucket."""
-        ...
 
     def list_page(
         self, prefix: str, *, deep: bool, token: str | None
@@ -63,7 +62,6 @@ class Client(Protocol):
         Paths are complete keys. Unless `deep`, keys with a `/` after the prefix are grouped
         into one entry of kind `dir`, named up to that `/`.
         """
-        ...
 
     def get(self, key: str, start: int, end: int) -> tuple[Data, str]:
         """Bytes `start` to `end` and the ETag of the object (empty if the storage has none).
@@ -71,11 +69,9 @@ class Client(Protocol):
         Returns fewer bytes if the object ends before `end`; raises `ShortRead` if it ends
         before `start`.
         """
-        ...
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
         """Write the object; with `create`, raises `AlreadyExists` or `CannotCreate`."""
-        ...
 
     def put_parts(self, key: str, parts: Iterator[bytes], *, retries: Retries, what: str) -> None:
         """Write the object from parts of at least 5 MiB, except for the last; whole or not at all.
@@ -83,34 +79,27 @@ class Client(Protocol):
         The one method that retries: a failed part is sent again by itself, within
         `retries`. `Transient` means that the whole object must be sent again.
         """
-        ...
 
     def list_uploads(self, prefix: str, *, token: object) -> tuple[Sequence[Upload], object]:
         """A page of the multipart uploads of keys that start with `prefix`, and the next token.
 
         Paths are complete keys; the token is None for the first page and after the last.
         """
-        ...
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Remove the parts of an upload; a missing upload is no error."""
-        ...
 
     def delete(self, key: str) -> None:
         """Remove the object; a missing object is no error."""
-        ...
 
     def exists(self, key: str) -> bool:
         """Whether the object exists."""
-        ...
 
     def kept(self, key: str) -> Kept:
         """The checksums that the storage keeps of the object; no request if it keeps none."""
-        ...
 
     def close(self) -> None:
         """Close connections."""
-        ...
 
 
 class ObjectStore(Closing):
@@ -217,10 +206,14 @@ class ObjectStore(Closing):
     def _listing(self, path: str, *, deep: bool) -> list[FileInfo]:
         prefix = self._prefix(path)
         infos = self._pages(path, partial(self._client.list_page, prefix, deep=deep))
-        return sorted(
-            (info.at(info.path[self._n_root :]) for info in infos if not _is_marker(info, prefix)),
-            key=attrgetter("path"),
+        # Web consoles create an empty object `step_5/` to display a folder.
+        markers = (prefix, prefix[:-1])
+        found = (
+            info.at(info.path[self._n_root :])
+            for info in infos
+            if info.path not in markers and (info.size or not info.path.endswith("/"))
         )
+        return sorted(found, key=attrgetter("path"))
 
     def _pages(self, path: str, ask: Callable[..., tuple[Iterable[T], object]]) -> Iterator[T]:
         """What all pages hold; `ask` returns a page, given its token, and the next token."""
@@ -306,7 +299,7 @@ class ObjectStore(Closing):
         return f"{self.url}/{path}" if path else self.url
 
 
-class _OpenObject(Closing):
+class _OpenObject(OpenFile):
     """An object that is read in pieces."""
 
     def __init__(self, get: Callable[[Span], Data], path: str) -> None:
@@ -330,8 +323,3 @@ def _in_parts(pieces: Iterator[memoryview], n_part: int) -> Iterator[bytes]:
                 part.clear()
     if part:
         yield bytes(part)
-
-
-def _is_marker(info: FileInfo, prefix: str) -> bool:
-    # Web consoles create an empty object `step_5/` to display a folder.
-    return info.path in (prefix, prefix[:-1]) or (info.path.endswith("/") and info.size == 0)

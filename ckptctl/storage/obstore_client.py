@@ -30,11 +30,11 @@ from ckptctl.storage.contract import Data, NotSupported, Upload
 from ckptctl.storage.in_flight import run_aside
 from ckptctl.storage.objects import PART_BYTES
 from ckptctl.storage.s3 import (
-    MEANINGS,
     ChangedOnTheWay,
     NoSuchUpload,
     endpoint_of,
     error_of,
+    meanings,
     needs_no_key,
 )
 from ckptctl.storage.waiting import Retries, Transient
@@ -260,7 +260,8 @@ class ObstoreClient:
 
         pages = obstore.list(self._store, prefix or None)
         found = [_info(item) for page in pages for item in page]
-        folders = {info.path[:at] for info in found for at in _slashes(info.path)}
+        slashes = ((info.path, at) for info in found for at, c in enumerate(info.path) if c == "/")
+        folders = {path[:at] for path, at in slashes}
         return [info for info in found if info.size or info.path not in folders]
 
     def _level(self, prefix: str) -> list[FileInfo]:
@@ -299,7 +300,7 @@ class ObstoreClient:
         found, named = _STATUS.search(text), _CODE.search(text)
         status = int(found[1]) if found else 301 if _REDIRECT in text else 0
         code = (named[1] or named[2]) if named else ""
-        if status or code in MEANINGS:
+        if status or code in meanings():
             return error_of(status, code, bucket=self._bucket, key=key, text=text)
         if isinstance(exc, FileExistsError):
             return AlreadyExists(f"{where} already exists; it was not changed")
@@ -340,10 +341,6 @@ def _info(item: Any) -> FileInfo:
     return FileInfo(
         item["path"], item["size"], item["last_modified"].timestamp(), item["e_tag"] or ""
     )
-
-
-def _slashes(path: str) -> list[int]:
-    return [at for at, char in enumerate(path) if char == "/"]
 
 
 def _first_line(exc: BaseException) -> str:

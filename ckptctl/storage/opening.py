@@ -8,7 +8,6 @@ found by the first listing.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.formatting import path_word
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
+from ckptctl.outside_numbers import finite
 from ckptctl.redaction import HIDDEN, clean_addresses, hide_address
 from ckptctl.storage.contract import Store, Wrapped
 from ckptctl.storage.local import LocalStore
@@ -58,20 +58,16 @@ def open_store(
 
 
 def _opened(url: str, storage: StorageOptions) -> Store:
-    if not is_local(url):
-        return _remote(url, storage)
-    start, path = _split(url)
-    root = os.path.expanduser(path) or "/"
-    return LocalStore(root, url=path_word(start + root), follow=tuple(storage.follow_links))
-
-
-def _remote(url: str, storage: StorageOptions) -> Store:
-    """The store for a URL that is not a local folder.
+    """The store of an address.
 
     The option `client` chooses between s3fs and obstore. Without it, s3fs is used if
     installed: the two find credentials in different places, and installing a package must
     not change which credentials are used.
     """
+    if is_local(url):
+        start, path = _split(url)
+        root = os.path.expanduser(path) or "/"
+        return LocalStore(root, url=path_word(start + root), follow=tuple(storage.follow_links))
     retries = _retries(storage)
     options = dict(storage.storage_options or {})
     options.pop("retry_for_s", None)
@@ -138,7 +134,11 @@ def _fsspec_client(protocol: str, url: str, options: Mapping[str, object]) -> Cl
 
 def _retries(storage: StorageOptions) -> Retries:
     given = (storage.storage_options or {}).get("retry_for_s")
-    wanted = storage.retry_for_s if given is None else _seconds(given)
+    wanted = storage.retry_for_s if given is None else finite(str(given))
+    if wanted is None or wanted < 0:
+        raise UsageError(
+            f"the storage option retry_for_s is {given!r}; a number of seconds is expected"
+        )
     return Retries(storage.retries, wanted if storage.retry_for_s else 0.0)
 
 
@@ -170,18 +170,6 @@ class SharedStores(StorageOptions):
         """Close all stores that were opened."""
         while self.stores:
             self.stores.popitem()[1].close()
-
-
-def _seconds(given: object) -> float:
-    try:
-        seconds = float(str(given))
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise UsageError(
-            f"the storage option retry_for_s is {given!r}; a number of seconds is expected"
-        )
-    return seconds
 
 
 def check_address(url: str) -> None:

@@ -4,8 +4,8 @@ The clients read the same settings and fail on bad ones in different ways, one o
 panic. Here each bad setting is a `UsageError` that names it and never shows a secret.
 
 Errors are identified by status and error code: the texts differ between servers, and some quote
-parts of the request. `MEANINGS` holds what each code means, for every client: the exception with
-its exit code, the message and the next command.
+parts of the request. `s3_answers.toml` holds what each code means, for every client: the exception
+with its exit code, the message and the next command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import shlex
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from ckptctl.errors import (
@@ -186,143 +187,39 @@ def needs_no_key() -> Iterator[None]:
         raise Transient("404 for a request that needs no object") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
+class Meaning(NamedTuple):
     """The meaning of an answer: `text` and `next_command` are templates filled by `error_of`."""
 
     error: type[StorageError]
     text: str
-    next_command: str = ""
+    next_command: str
 
 
-_CREDENTIALS = Meaning(
-    AccessDenied,
-    "access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, "
-    "the endpoint, this machine's clock, and the bucket policy",
-)
-_KEY_DENIED = Meaning(
-    AccessDenied,
-    "the encryption key {kms_key} may not be used ({answer}); its owner must grant kms:Decrypt "
-    "and kms:GenerateDataKey",
-    "aws kms describe-key --key-id {kms_key}",
-)
-_KEY_UNUSABLE = Meaning(
-    AccessDenied,
-    "the encryption key {kms_key} is disabled, deleted or of the wrong kind ({answer}); objects "
-    "encrypted with it cannot be read until its owner restores it",
-    "aws kms describe-key --key-id {kms_key}",
-)
-_EXPIRED = Meaning(
-    AccessDenied,
-    "the credentials have expired ({answer}); renew them, or use a role or profile that renews "
-    "them",
-    "aws sts get-caller-identity",
-)
-_CLOCK = Meaning(
-    AccessDenied,
-    "the clocks of this machine and of the storage differ too much ({answer})",
-    "timedatectl status",
-)
-_SUSPENDED = Meaning(
-    AccessDenied, "the account or its user is suspended, closed or not signed up ({answer})"
-)
-_REGION = Meaning(
-    StorageMisconfigured,
-    "the bucket is in {region}, but the request went to another region ({answer})",
-    "{set_region}",
-)
-_NO_SUCH_NAME = Meaning(PathNotFound, "the object does not exist")
-_FULL = Meaning(
-    StorageFull,
-    "the storage is full or a quota is exceeded ({answer}); nothing was written",
-    "aws s3 ls --summarize --human-readable --recursive s3://{bucket}",
-)
-_CONDITION = Meaning(AlreadyExists, "{where} already exists; it was not changed")
-_PASSES = Meaning(Transient, "{answer}")
-
-
-MEANINGS: Mapping[str, Meaning] = {
-    **dict.fromkeys(
-        (
-            *("AccessDenied", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"),
-            *("TokenRefreshRequired", "InvalidSecurity", "MissingSecurityHeader"),
-        ),
-        _CREDENTIALS,
-    ),
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), _EXPIRED),
-    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _CLOCK),
-    **dict.fromkeys(
-        ("AccountProblem", "AllAccessDisabled", "NotSignedUp", "UserSuspended"), _SUSPENDED
-    ),
-    **dict.fromkeys(("KMS.AccessDeniedException", "KMS.AccessDenied"), _KEY_DENIED),
-    **dict.fromkeys(
-        (
-            *("KMS.DisabledException", "KMS.NotFoundException", "KMS.InvalidStateException"),
-            *("KMS.KMSInvalidStateException", "KMS.InvalidKeyUsageException"),
-        ),
-        _KEY_UNUSABLE,
-    ),
-    **dict.fromkeys(
-        (
-            *("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
-            *("IllegalLocationConstraintException", "InvalidRegionName"),
-        ),
-        _REGION,
-    ),
-    "InvalidBucketName": Meaning(
-        StorageMisconfigured, "{bucket} is not a valid bucket name ({answer})"
-    ),
-    "EntityTooLarge": Meaning(
-        StorageMisconfigured, "the object exceeds the size limit of the storage ({answer})"
-    ),
-    "InvalidObjectState": Meaning(
-        ObjectArchived,
-        "the object is archived and cannot be read until it is restored ({answer}); the "
-        "credentials are valid",
-        "aws s3api restore-object --bucket {bucket} --key {key} --restore-request Days=7",
-    ),
-    **dict.fromkeys(
-        ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "ServiceQuotaExceeded"),
-        _FULL,
-    ),
-    **dict.fromkeys(("InvalidObjectName", "KeyTooLongError", "NoSuchKey"), _NO_SUCH_NAME),
-    **dict.fromkeys(
-        ("BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
-        Meaning(ChangedOnTheWay, "{answer}"),
-    ),
-    **dict.fromkeys(
-        ("NoSuchUpload", "InvalidPart", "InvalidPartOrder"), Meaning(NoSuchUpload, "{answer}")
-    ),
-    **dict.fromkeys(
-        ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"),
-        Meaning(Throttled, "{answer}"),
-    ),
-    **dict.fromkeys(
-        ("InternalError", "RequestTimeout", "ServiceUnavailable", "IncompleteBody"), _PASSES
-    ),
-    "KMS.ThrottlingException": Meaning(Throttled, "{answer}"),
-    "NoSuchBucket": Meaning(NoSuchBucket, "the bucket does not exist"),
+_ERRORS: Mapping[str, type[StorageError]] = {
+    error.__name__: error
+    for error in (
+        *(AccessDenied, AlreadyExists, CannotCreate, ChangedOnTheWay, NoSuchBucket, NoSuchUpload),
+        *(ObjectArchived, PathNotFound, ShortRead, StorageFull, StorageMisconfigured),
+        *(StorageUnavailable, Throttled, Transient),
+    )
 }
-"""By error code. Sources: Amazon S3 API reference, error responses; AWS KMS, error codes of
-Decrypt; Ceph 16 `src/rgw/rgw_common.cc`; MinIO `cmd/api-errors.go`."""
 
-_BY_STATUS: Mapping[int, Meaning] = {
-    301: _REGION,
-    401: _CREDENTIALS,
-    403: _CREDENTIALS,
-    404: _NO_SUCH_NAME,
-    408: _PASSES,
-    409: _PASSES,  # two conditional writes collided: a retry shows which one won
-    412: _CONDITION,
-    416: Meaning(ShortRead, "the object ends before the requested bytes"),
-    425: _PASSES,
-    429: Meaning(Throttled, "{answer}"),
-    501: Meaning(CannotCreate, "the storage does not implement this ({answer})"),
-    507: _FULL,
-}
-"""For a code without an entry in `MEANINGS`, or an answer without a code (to a HEAD)."""
 
-_REFUSED = Meaning(StorageUnavailable, "the storage refused the request ({answer})")
+@cache
+def meanings() -> Mapping[str | int, Meaning]:
+    """The meanings in `s3_answers.toml`, by their names, by error codes and by HTTP status."""
+    import tomllib  # for errors alone
+
+    found: dict[str | int, Meaning] = {}
+    with open(os.path.join(os.path.dirname(__file__), "s3_answers.toml"), "rb") as file:
+        answers = tomllib.load(file)
+    for name, row in answers.items():
+        error = _ERRORS[row["error"]]
+        meaning = Meaning(error, row.get("text", "{answer}"), row.get("next", ""))
+        keys = (name, *row.get("codes", "").split(), *row.get("statuses", ()))
+        found.update(dict.fromkeys(keys, meaning))
+    return found
+
 
 _IN_REGION = (
     re.compile(r"<Region>([a-z0-9-]{1,63})</Region>"),
@@ -341,11 +238,12 @@ def error_of(
     answer; `region` is the value of a header.
     """
     kms_key = _KMS_KEY.search(text)
-    meaning = MEANINGS.get(code)
-    if kms_key and meaning is _CREDENTIALS:
-        meaning = _KEY_DENIED
+    known = meanings()
+    meaning = known.get(code)
+    if kms_key and meaning is known["denied"]:
+        meaning = known["key-denied"]
     if meaning is None:
-        meaning = _BY_STATUS.get(status, _PASSES if status >= 500 else _REFUSED)
+        meaning = known.get(status, known["passes" if status >= 500 else "refused"])
     found = next((match[1] for at in _IN_REGION if (match := at.search(text))), "")
     region = region or found
     where = f"s3://{bucket}/{key}" if key else f"s3://{bucket}"

@@ -24,7 +24,8 @@ from ckptctl.selection.branches import put_resume
 from ckptctl.selection.fencing import Token, check_token
 from ckptctl.selection.marking import Save, check_inspected, new_mark, put_mark
 from ckptctl.selection.roots import ASIDE_FOLDER, list_root
-from ckptctl.storage.contract import Folders, Store, StoreKind
+from ckptctl.storage.contract import Store, StoreKind
+from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import base_name, join_url
 from ckptctl.train.restoring import Job
 
@@ -219,7 +220,7 @@ def supersede(held: HeldRoot, branch: Branch, step: int | None) -> Iterator[int]
         yield report.number
 
 
-def move_aside(folders: Folders, token: Token, name: str) -> str:
+def move_aside(folders: LocalStore, token: Token, name: str) -> str:
     """Move a folder of the root into `.ckptctl/aside/`, durably; its new path."""
     target = f"{ASIDE_FOLDER}/{name}.{token.number:06}.{os.urandom(2).hex()}"
     folders.move(name, target)

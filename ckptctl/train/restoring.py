@@ -39,7 +39,7 @@ from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata, PartFormat
 from ckptctl.options import TrainOptions
-from ckptctl.resharding.importing import state_files
+from ckptctl.resharding.converting import state_files
 from ckptctl.selection.choosing import PassedOver
 from ckptctl.selection.picking import Pick
 from ckptctl.storage.contract import ShortRead, Store

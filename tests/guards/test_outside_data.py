@@ -30,6 +30,7 @@ OWN_DATA = {
     "cli/config.py": "TOML of a trusted user, or one that is named; at most 1 MiB, bounded depth",
     "cli/output.py": "the document that this process has just made",
     "failures/rules.py": "a file of the package",
+    "storage/s3.py": "a file of the package",
 }
 """Modules that parse what does not come from others, and what it is."""
 
@@ -236,11 +237,14 @@ def history(root: Path, data: bytes) -> None:
 
 
 def journal(root: Path, data: bytes) -> None:
-    from ckptctl.resharding.writing import entry_path, noted
+    from ckptctl.resharding.executing import Journal
+    from ckptctl.resharding.planning import TargetFile
 
-    put(root / entry_path("id", "step_30", "__0_0.distcp"), data)
+    file = TargetFile("__0_0.distcp", 0, n_bytes=8)
     with open_store(str(root)) as store:
-        assert noted(store, "id", "step_30", "__0_0.distcp", 8) is None
+        entries = Journal(store, "id", "step_30")
+        put(root / entries.path_of(file.path), data)
+        assert entries.runs(file) is None
 
 
 def node_report(root: Path, data: bytes) -> None:
@@ -309,7 +313,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
     "formats/frameworks/ray_train.py": (snapshot_of_ray,),
     "inspection/sidecars.py": (sidecar,),
     "logs/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),
-    "resharding/writing.py": (journal,),
+    "resharding/executing.py": (journal,),
     "runbook/executing.py": (runbook_report,),
 }
 """The modules that read JSON from outside, each with what proves that it is bounded."""

@@ -132,7 +132,6 @@ class Readable(Protocol):
 
     def get(self, start: int, end: int) -> bytes | None:
         """The bytes from `start` to `end`, None where not all of them were read."""
-        ...
 
 
 class View(NamedTuple):
@@ -248,7 +247,11 @@ def check_headers(directory: RecordDirectory, view: Readable) -> None:
             _check_header(header, member)
         descriptor = view.get(member.end, member.following)
         if descriptor:
-            _check_descriptor(descriptor, member)
+            form = _DESCRIPTOR if len(descriptor) == _DESCRIPTOR.size else _DESCRIPTOR64
+            if form.unpack(descriptor) != (b"PK\7\x08", member.crc, member.size, member.size):
+                raise RecordUnreadable(
+                    f"what follows its member {member.name!r} contradicts its directory"
+                )
 
 
 def check_texts(directory: RecordDirectory, view: Readable) -> None:
@@ -429,9 +432,3 @@ def _check_header(header: bytes, member: Member) -> None:
         raise RecordUnreadable(
             f"the header of its member {member.name!r} contradicts its directory"
         )
-
-
-def _check_descriptor(descriptor: bytes, member: Member) -> None:
-    form = _DESCRIPTOR if len(descriptor) == _DESCRIPTOR.size else _DESCRIPTOR64
-    if form.unpack(descriptor) != (b"PK\7\x08", member.crc, member.size, member.size):
-        raise RecordUnreadable(f"what follows its member {member.name!r} contradicts its directory")

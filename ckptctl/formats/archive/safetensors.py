@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.bounded_json import NotJson, Numbers, decode_json
+from ckptctl.model import DTYPE_SIZES
 
 PREFIX = 8
 """Bytes in front of the header: its length."""
@@ -62,29 +63,12 @@ TORCH_NAMES: Mapping[str, str] = {name: dtype for dtype, name in NAMES.items()}
 """The names of the same dtypes in torch; the format has some that torch lacks."""
 
 _BITS: Mapping[str, int] = {
-    "BOOL": 8,
+    **{name: 8 * DTYPE_SIZES[dtype] for dtype, name in NAMES.items()},
     "F4": 4,
     "F6_E2M3": 6,
     "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E4M3FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
 }
+"""Bits of an element, also of what torch lacks."""
 
 
 @dataclass(frozen=True, slots=True)

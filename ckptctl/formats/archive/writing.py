@@ -29,7 +29,7 @@ from zlib_ng.zlib_ng import crc32
 
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.archive.directory import Member, Readable, RecordDirectory
-from ckptctl.formats.pickles.values import STORAGE_DTYPES
+from ckptctl.formats.pickles.values import STORAGE_DTYPES, strides_of
 from ckptctl.model import DTYPE_SIZES
 
 ALIGNMENT = 64
@@ -163,6 +163,10 @@ class Archive:
         self._storages = self._members[len(small) : -2]
         self._crcs = [crc32(member.data) for member in front]
         self._front = b"".join(m.whole(crc) for m, crc in zip(front, self._crcs, strict=True))
+        if not of_names:
+            # torch, too, makes it of the members' names, by a hash of its own.
+            names = hashlib.sha256(b"\0".join(member.path for member in self._members)).digest()
+            of_names = b"%020d" % int.from_bytes(names[:8], "little")
         self._of_names = of_names
         n_directory = sum(len(member.entry(0)) for member in self._members)
         self.n_bytes = at + n_directory + len(end(0, 0, 0))
@@ -175,17 +179,12 @@ class Archive:
             return before + self._storages[n].header
         version, last = self._members[-2:]
         every = [*self._crcs, *crcs, crc32(version.data)]
-        identity = (self._of_names or self._hash_of_names()) + b"%020d" % _fold(every)
+        identity = self._of_names + b"%020d" % _fold(every)
         parts = [before, version.whole(every[-1]), last.header, identity]
         every.append(crc32(identity))
         directory = [m.entry(crc) for m, crc in zip(self._members, every, strict=True)]
         parts += [last.descriptor(every[-1]), *directory]
         return b"".join((*parts, end(len(every), sum(map(len, directory)), last.following)))
-
-    def _hash_of_names(self) -> bytes:
-        # torch, too, makes it of the members' names, by a hash of its own.
-        digest = hashlib.sha256(b"\0".join(member.path for member in self._members)).digest()
-        return b"%020d" % int.from_bytes(digest[:8], "little")
 
 
 @lru_cache(maxsize=4096)
@@ -205,16 +204,6 @@ def tensor_frame(
 def value_record(pickled: bytes) -> bytes:
     """The record of a value that is no tensor, from its pickle."""
     return Archive(pickled, of_names=_OF_VALUE_NAMES).between(())
-
-
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a row-major tensor, in elements, as torch counts them."""
-    strides: list[int] = []
-    step = 1
-    for dim in reversed(shape):
-        strides.append(step)
-        step *= max(dim, 1)
-    return tuple(reversed(strides))
 
 
 def tensor_value(

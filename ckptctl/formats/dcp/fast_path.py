@@ -111,10 +111,6 @@ def _is_text(text: str) -> Test:
     return lambda value: value == text
 
 
-def _is_size(value: object) -> bool:
-    return value is SIZE
-
-
 def _size_pattern(hole: Hole) -> str:
     """The pattern of a `torch.Size`: made here, or referred to."""
     return rf"(?:{hole('Size')}{DIMS}\x85\x94R\x94|{REFERENCE})"
@@ -164,10 +160,6 @@ class Window:
     def matches(self) -> Iterator[re.Match[bytes]]:
         """Where each object is, and its parts."""
         return self.pattern.finditer(self.data, self.start, self.end)
-
-    def parts(self) -> Iterator[Row]:
-        """The rows, matched again."""
-        return (match.groups(b"") for match in self.matches())
 
     def find_rows(self, n_slots: Iterable[int]) -> Rows:
         """Where each object is; `n_slots` are how many slots of the memo each fills."""
@@ -458,11 +450,6 @@ def _n_size_slots(part: bytes) -> int:
     return 2 if part[_reference_bytes(part)] == _EMPTY_TUPLE else 3
 
 
-def _n_key_slots(part: bytes) -> int:
-    """How many slots of the memo the offset in a key fills."""
-    return _n_size_slots(_groups(_key_pattern)(part)[1])
-
-
 def _reference_bytes(part: bytes) -> int:
     return 2 if part[0] == _BINGET else REFERENCE_BYTES
 
@@ -516,12 +503,12 @@ def _dims_of(part: bytes, position: int = 0) -> Dims:
 CHUNK_EXPECTS = {
     CHUNK: _is_class(CHUNK),
     "offsets": _is_text("offsets"),
-    "Size": _is_size,
+    "Size": lambda value: value is SIZE,
     "sizes": _is_text("sizes"),
 }
 
-_CHUNK_SLOTS = 2
-"""The object and its state."""
+_OBJECT_SLOTS = 2
+"""An object and its state: a chunk, the data of a tensor, its properties, a key."""
 
 
 class ChunkRun(StubRun):
@@ -565,7 +552,7 @@ def _push_chunks(parts: PartDecoders, machine: Machine, window: Window, _: Holes
 
 
 def _run_of(slices: list[ChunkSlice], first_slot: int, find: Callable[[int], Window]) -> ChunkRun:
-    n_slots = _CHUNK_SLOTS * len(slices) + sum(map(_SLOTS_OF_SIZES, slices))
+    n_slots = _OBJECT_SLOTS * len(slices) + sum(map(_SLOTS_OF_SIZES, slices))
     run = ChunkRun(
         CHUNK, first_slot, n_slots, lambda: find(first_slot).find_rows(_n_chunk_slots(slices))
     )
@@ -578,7 +565,7 @@ _SLOTS_OF_SIZES = itemgetter(2)
 
 def _n_chunk_slots(slices: Iterable[ChunkSlice]) -> Iterator[int]:
     """How many slots of the memo each chunk fills."""
-    return (_CHUNK_SLOTS + one[2] for one in slices)
+    return (_OBJECT_SLOTS + one[2] for one in slices)
 
 
 _TENSOR_EXPECTS = {
@@ -693,7 +680,10 @@ class _TensorDecoder:
         tensor.build(state)
         head: list[object] = [name, tensor, state] if _is_new_text(fqn) else [tensor, state]
         if not properties:
-            head += [its_properties, *_strides_made_of(made_here[-1]), None]
+            head.append(its_properties)
+            if made_here[-1][:1] not in (b"", b"N", b"h", b"j", b")"):  # a tuple of its own
+                head.append(_dims_of(made_here[-1]))
+            head.append(None)
         if n_slots := _n_size_slots(size):
             head += [*[None] * (n_slots - 1), shape]
         head.append(chunk_list)
@@ -731,11 +721,6 @@ _CHUNKS = 10
 """The group of `_tensor_template` that has the chunks."""
 
 
-def _strides_made_of(part: bytes) -> tuple[Dims, ...]:
-    """The strides, if they are a tuple that is put into the memo."""
-    return () if part[:1] in (b"", b"N", b"h", b"j", b")") else (_dims_of(part),)
-
-
 @lru_cache(maxsize=16)
 def _compiled_chunks(*references: bytes) -> re.Pattern[bytes]:
     template = _chunk_template(_literal(dict(zip(CHUNK_EXPECTS, references, strict=True))))
@@ -755,7 +740,7 @@ _RANGE_EXPECTS = {
     "fqn": _is_text("fqn"),
     "index": _is_text("index"),
     "offset": _is_text("offset"),
-    "Size": _is_size,
+    "Size": lambda value: value is SIZE,
     STORAGE_INFO: _is_class(STORAGE_INFO),
     "relative_path": _is_text("relative_path"),
     "start": _is_text("offset"),
@@ -802,11 +787,12 @@ def _push_ranges(parts: PartDecoders, machine: Machine, window: Window, _: Holes
     if not n_rows:
         return 0
     window = window.first(n_rows)
+    place = window.without_rows()
     run = StorageRun(
         INDEX,
         window.first_slot,
         read.first_slots[n_rows] - window.first_slot,
-        partial(_find_range_rows, window.without_rows()),
+        lambda: place.find_rows(_n_range_slots(m.groups(b"")) for m in place.matches()),
         in_pairs=True,
     )
     run.fqns, run.keys, run.files = fqns[:n_rows], read.keys[:n_rows], files[:n_rows]
@@ -871,13 +857,10 @@ class _RangeRows:
         return kept
 
 
-def _find_range_rows(window: Window) -> Rows:
-    return window.find_rows(map(_n_range_slots, window.parts()))
-
-
 def _n_range_slots(row: Row) -> int:
     fqn, key, file, *_ = row
-    return _RANGE_SLOTS + _is_new_text(fqn) + _n_key_slots(key) + _is_new_text(file)
+    offset = _groups(_key_pattern)(key)[1]
+    return _RANGE_SLOTS + _is_new_text(fqn) + _n_size_slots(offset) + _is_new_text(file)
 
 
 _PLAN_EXPECTS = {
@@ -897,13 +880,6 @@ _PLAN_EXPECTS = {
     PROPERTIES: _is_class(PROPERTIES),
     "size": _is_text("size"),
 }
-
-
-_OBJECT_SLOTS = 2
-"""An object and its state: the data of a tensor, a chunk, its properties."""
-
-_KEY_SLOTS = 2 * _OBJECT_SLOTS
-"""The item and its key."""
 
 
 def _plan_template(hole: Hole) -> str:
@@ -931,7 +907,11 @@ def _plan_template(hole: Hole) -> str:
 def _push_plans(parts: PartDecoders, machine: Machine, window: Window, _: Holes) -> int:
     n_slots = list(map(_n_plan_slots, window.rows))
     first_slots = accumulate(n_slots, initial=window.first_slot)
-    n_rows = sum(takewhile(bool, map(lt, _highest_reads(parts, window), first_slots)))
+    # The highest memo slot that each row reads, up to a row that is unfit.
+    columns: list[list[int]] = []
+    for read_parts in list(zip(*window.rows, strict=True))[:-1]:
+        columns.append(parts.slots.column(read_parts))
+    n_rows = sum(takewhile(bool, map(lt, map(max, *columns), first_slots)))
     if not n_rows:
         return 0
     fqns = [row[0] for row in window.rows[:n_rows]]
@@ -946,19 +926,9 @@ def _push_plans(parts: PartDecoders, machine: Machine, window: Window, _: Holes)
     return n_rows if machine.push_run(run, window.end, n_containers) else 0
 
 
-def _highest_reads(parts: PartDecoders, window: Window) -> Iterator[int]:
-    """The highest memo slot that each row reads, up to a row that is unfit."""
-    columns: list[list[int]] = []
-    for read_parts in list(zip(*window.rows, strict=True))[:-1]:
-        column: list[int] = []
-        parts.slots.extend(column, read_parts)
-        columns.append(column)
-    return map(max, *columns)
-
-
 def _n_plan_slots(row: Row) -> int:
     fqn, offset, _, slice_offsets, slice_sizes, _, dtype, _, _, _, size, _ = row
-    n_slots = _KEY_SLOTS + _is_new_text(fqn)
+    n_slots = 2 * _OBJECT_SLOTS + _is_new_text(fqn)
     for part in (offset, slice_offsets, slice_sizes, size):
         n_slots += _n_size_slots(part)
     for has_object in (size, slice_sizes, dtype):

@@ -72,14 +72,8 @@ WRITE_ITEM = "WriteItem"
 WRITE_DATA = "TensorWriteData"
 
 _LAYOUTS = (
-    "strided",
-    "sparse_coo",
-    "sparse_csr",
-    "sparse_csc",
-    "sparse_bsr",
-    "sparse_bsc",
-    "_mkldnn",
-    "jagged",
+    *("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"),
+    *("_mkldnn", "jagged"),
 )
 _MEMORY_FORMATS = (0, 1, 2)
 _WRITE_ITEM_TYPES = (1, 2, 3)
@@ -229,8 +223,12 @@ class ChunkColumns:
 
     def chunks(self, n_dims: int, file_names: Sequence[str]) -> Chunks:
         """The chunks, once every byte range is placed."""
-        self._share_ranges()
         n_chunks = len(self.offsets)
+        if len(self.by_offset) not in (0, n_chunks):
+            # Chunks at one offset have one key, and so one range: each load reads it for all.
+            for position, offset in enumerate(self.offsets):
+                first = self.by_offset[offset]
+                self.files[position], self.spans[position] = self.files[first], self.spans[first]
         starts, lengths, transforms = zip(*self.spans, strict=True) if n_chunks else ((), (), ())
         return Chunks(
             n_dims,
@@ -244,14 +242,6 @@ class ChunkColumns:
                 {position: names for position, names in enumerate(transforms) if names},
             ),
         )
-
-    def _share_ranges(self) -> None:
-        """Chunks at one offset have one key, and so one range: each load reads it for all."""
-        if len(self.by_offset) in (0, len(self.offsets)):
-            return
-        for position, offset in enumerate(self.offsets):
-            first = self.by_offset[offset]
-            self.files[position], self.spans[position] = self.files[first], self.spans[first]
 
 
 class ChunkTable:
@@ -575,18 +565,17 @@ def _storage_entry(key: object, value: object) -> tuple[str, int, bytes | None, 
         if type(hint) is not int:
             raise Malformed(f"its index is a {_kind_of(hint)}")
         offset = None if offset is None else packed(checked_dims(offset, "its offset"))
-        return fqn, hint, offset, *_range(info)
+        file = _text(_required(info, "relative_path", STORAGE_INFO), "its file")
+        start, length = (
+            _int64(_required(info, name, STORAGE_INFO)) for name in ("offset", "length")
+        )
+        transforms = info.get("transform_descriptors") or ()
+        if not isinstance(transforms, list | tuple):
+            raise Malformed("its transforms are in no list")
+        names = tuple(_text(name, "a transform") for name in transforms)
+        return fqn, hint, offset, file, (start, length, names)
     except Malformed as wrong:
         raise Malformed(f"a byte range of {shown(fqn)}: {wrong}") from None
-
-
-def _range(info: Fields) -> tuple[str, Span]:
-    file = _text(_required(info, "relative_path", STORAGE_INFO), "its file")
-    start, length = (_int64(_required(info, name, STORAGE_INFO)) for name in ("offset", "length"))
-    transforms = info.get("transform_descriptors") or ()
-    if not isinstance(transforms, list | tuple):
-        raise Malformed("its transforms are in no list")
-    return file, (start, length, tuple(_text(name, "a transform") for name in transforms))
 
 
 def _int64(value: object) -> int:

@@ -122,6 +122,8 @@ class Tables(msgspec.Struct, frozen=True):
     written_last: _Files
     parsed: _Files
     needed_beside: Mapping[str, tuple[str, str]]
+    conversions: Mapping[str, str]
+    stated_inside: Mapping[str, str]
     words: Words
 
 

@@ -413,7 +413,10 @@ def layout_of(named: StepName | None, files: Iterable[FileInfo]) -> str:
     by_name = named.layout if named else "dcp"
     if named and paths == [named.name]:
         by_name = TABLES.of_one_file.get(by_name, by_name)
-    lacks_shards = bool(paths) and not any(map(_is_of_dcp, paths))
+    lacks_shards = bool(paths) and not any(
+        belongs_to_shards(path) or hugging_face_rank(path.rpartition("/")[2]) is not None
+        for path in paths
+    )
     for layout, names, sign in TABLES.signatures:
         if by_name not in names.split() or (lacks_shards and layout in TABLES.signs_beside_shards):
             continue
@@ -426,11 +429,6 @@ def layout_of(named: StepName | None, files: Iterable[FileInfo]) -> str:
         if any(full_match(expression, path) for path in paths):
             return other.value
     return PLAIN_FILES
-
-
-def _is_of_dcp(path: str) -> bool:
-    name = path.rpartition("/")[2]
-    return belongs_to_shards(path) or hugging_face_rank(name) is not None
 
 
 def written_last(layout: str, parts: Sequence[Part], files: Iterable[FileInfo]) -> tuple[str, ...]:

@@ -65,19 +65,14 @@ def reported_steps(data: bytes) -> tuple[StepName, ...]:
     indices = snapshot.checkpoint_report_indices
     reports = {name: index + 1 for name, index in zip(metrics, indices, strict=False)}
     by_report = _numbered(reports, "ray-train", latest) if len(reports) == len(metrics) else ()
-    for key in _step_keys(metrics):
+    every = [*metrics.values()]
+    keys = [key for key in every[0] if all(type(one.get(key)) in (int, float) for one in every)]
+    for key in filter(counts_steps, keys):
         numbers = {name: held[key] for name, held in metrics.items()}
         steps = _numbered(numbers, "dcp", latest)
         if steps and [one.name for one in by_report or steps] == [one.name for one in steps]:
             return steps
     return by_report
-
-
-def _step_keys(metrics: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """The metrics of every result that count training steps, by their keys."""
-    every = [*metrics.values()]
-    keys = [key for key in every[0] if all(type(one.get(key)) in (int, float) for one in every)]
-    return [key for key in keys if counts_steps(key)]
 
 
 def _numbered(numbers: Mapping[str, float], layout: str, latest: str) -> tuple[StepName, ...]:

@@ -302,7 +302,10 @@ class _Content:
         below = self._kind_below(path)
         if below is not None:
             return StateKind((below,), _rank_in(path) if below == "dataloader" else None)
-        if _is_generator_leaf(leaf) or self._is_short_generator(leaf, path):
+        is_short = leaf.dtype == "uint8" and leaf.shape == (CUDA_RNG_BYTES,)
+        is_near = is_short and bool({path[:-1], path[:-2]} & self._generators)
+        is_named = is_short and not _WORDS.generators.isdisjoint(path)
+        if _is_generator_leaf(leaf) or is_near or is_named:
             return StateKind(("rng",), _rank_in(path))
         words = _unwrapped(path)
         head = words[0]
@@ -333,7 +336,10 @@ class _Content:
             return _MODEL
         if leaf.shape == () and "float" in leaf.dtype:
             return _MODEL
-        return StateKind(("other",), may_be=self._may_be(leaf))
+        if leaf.content == "count" or leaf.shape == ():
+            return StateKind(("other",), may_be=_SCALARS_ONLY)
+        may_be = _ANYTHING if leaf.content == "unread" or leaf.shape else _NO_TENSORS
+        return StateKind(("other",), may_be=may_be)
 
     def _is_buffer(self, leaf: Leaf, path: Words) -> bool:
         """Whether an entry is a tensor beside weights, as the counts of a normalization are.
@@ -344,11 +350,6 @@ class _Content:
         is_tensor = leaf.shape is not None or (is_flat and leaf.content == "count")
         return is_tensor and path[:-1] in self._with_weights
 
-    def _may_be(self, leaf: Leaf) -> tuple[str, ...]:
-        if leaf.content == "count" or leaf.shape == ():
-            return _SCALARS_ONLY
-        return _ANYTHING if leaf.content == "unread" or leaf.shape else _NO_TENSORS
-
     def _kind_below(self, path: Words) -> str | None:
         """The kind of all that lies below one of the fronts of a path, the shortest first."""
         owner = path[:-1]
@@ -356,11 +357,6 @@ class _Content:
             below = (self._below.get(path[:n]) for n in range(1, len(path)))
             self._of_owner[owner] = next((kind for kind in below if kind), None)
         return self._of_owner[owner] or self._below.get(path)
-
-    def _is_short_generator(self, leaf: Leaf, path: Words) -> bool:
-        is_short = leaf.dtype == "uint8" and leaf.shape == (CUDA_RNG_BYTES,)
-        near = {path[:-1], path[:-2]} & self._generators if is_short else ()
-        return is_short and bool(near or not _WORDS.generators.isdisjoint(path))
 
     def _note_marks(self, words: Iterable[Words]) -> None:
         """Find schedulers, data loaders and scalers by keys that only they have together."""
@@ -422,7 +418,9 @@ class _Content:
             is_pair = "step" in names or len(_WORDS.moments & names) > 1
             is_named = any(_matches(_WORDS.optimizer_head, word) for word in owner[:2])
             is_named = is_named or ("state" in owner and not rest)
-            if is_named or is_pair or (owner and owner[-1].isdigit()) or self._is_keyed(owner):
+            is_numbered = bool(owner) and owner[-1].isdigit()
+            # The owner may also end with the path of a parameter, which lies elsewhere.
+            if is_named or is_pair or is_numbered or any(True for _ in self._parameters(owner)):
                 found.add(owner if not rest else path)
             elif rest:
                 inner[owner, rest].add(path[at])
@@ -435,10 +433,6 @@ class _Content:
         for path in optimizers:
             self._below.setdefault(path, "optimizer")
         self._of_owner.clear()
-
-    def _is_keyed(self, owner: Words) -> bool:
-        """Whether a path ends with that of a parameter which lies elsewhere."""
-        return next(self._parameters(owner), None) is not None
 
     def _parameters(self, owner: Words) -> Iterator[Words]:
         """Paths of parameters with which a longer path ends, of another top level."""
@@ -489,7 +483,7 @@ class _Content:
             for param in self._by_tail.get(name, ())
             if param not in (path, twin)
             and (at == 0 or _unwrapped(param)[0] != _unwrapped(path)[0])
-            and (len(name) > 1 or _is_of_model(param[:-1]))
+            and (len(name) > 1 or all(map(_is_wrapper_or_model, param[:-1])))
         )
 
     @cached_property
@@ -569,8 +563,8 @@ def _matches(pattern: str, word: str) -> bool:
     return re.fullmatch(pattern, word) is not None
 
 
-def _is_of_model(words: Words) -> bool:
-    return all(word in _WORDS.wrappers or _matches(_WORDS.model_head, word) for word in words)
+def _is_wrapper_or_model(word: str) -> bool:
+    return word in _WORDS.wrappers or _matches(_WORDS.model_head, word)
 
 
 def _is_no_state(head: str) -> bool:
@@ -599,10 +593,7 @@ def _rank_in(words: Sequence[str]) -> str | None:
 
 
 def entry_kinds(
-    metadata: Metadata,
-    part_path: str = "",
-    mapped: StateMap = (),
-    beside: Shapes = _NOTHING,
+    metadata: Metadata, part_path: str = "", mapped: StateMap = (), beside: Shapes = _NOTHING
 ) -> Mapping[str, StateKind]:
     """The kind of every entry of a metadata, by FQN. Cost: as `kinds_of`.
 
@@ -742,7 +733,12 @@ def optimizer_steps(metadata: Metadata) -> Mapping[str, str]:
         if entry.shape == () and _words(entry.path or (fqn,))[-1] == "step"
     ]
     kinds = entry_kinds(metadata) if counts else {}
-    return {fqn: _optimizer_of(path) for fqn, path in counts if kinds[fqn] == _OPTIMIZER}
+    found = {}
+    for fqn, path in counts:
+        if kinds[fqn] == _OPTIMIZER:
+            words = [*map(str, path)]
+            found[fqn] = ".".join(words[: words.index("state") if "state" in words else 1])
+    return found
 
 
 def is_count_of_one_rank(key: str) -> bool:
@@ -757,9 +753,3 @@ def is_count_of_one_rank(key: str) -> bool:
 def is_moment(path: Path) -> bool:
     """Whether the entry is one of the averages that an optimizer keeps of the gradients."""
     return not _WORDS.moments.isdisjoint(_words(path))
-
-
-def _optimizer_of(path: Path) -> str:
-    """Which optimizer an optimizer's entry belongs to: its key path up to `state`."""
-    words = [str(part) for part in path]
-    return ".".join(words[: words.index("state")]) if "state" in words else ".".join(words[:1])

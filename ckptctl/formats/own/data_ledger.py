@@ -12,7 +12,6 @@ and rows for the steps since the save before.
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import chain
 from operator import index
 from typing import Annotated, NamedTuple, TypedDict
@@ -188,12 +187,7 @@ def keys_of(ids: Sequence[SampleId]) -> Iterable[bytes]:
 
 
 def _packed(numbers: Sequence[SampleId]) -> Sequence[bytes]:
-    return _in_eights(len(numbers)).unpack(struct.pack(f"<{len(numbers)}q", *numbers))
-
-
-@lru_cache(maxsize=64)
-def _in_eights(n: int) -> struct.Struct:
-    return struct.Struct("8s" * n)
+    return struct.unpack("8s" * len(numbers), struct.pack(f"<{len(numbers)}q", *numbers))
 
 
 def _key_of(sample: object) -> bytes:

@@ -74,12 +74,7 @@ Struct = TypeVar("Struct")
 
 
 def read_back(
-    data: bytes,
-    schema: str,
-    kind: type[Struct],
-    *,
-    max_objects: int,
-    numbers: Numbers = "integers",
+    data: bytes, schema: str, kind: type[Struct], *, max_objects: int, numbers: Numbers = "integers"
 ) -> Struct:
     """A stored document, whose class is `kind`; see `document_of`.
 

@@ -179,7 +179,7 @@ def is_complete(value: str | Sequence[str]) -> bool:
 
 _KINDS = classes_by_event(Event)
 _WITHOUT_NUL = frozenset({field.name for kind in _KINDS.values() for field in fields_of(kind)}) - {
-    *("lines", "report"),
+    *("lines", "report")
 }
 
 

@@ -23,14 +23,7 @@ from msgspec import Meta
 from ckptctl.errors import OwnFileUnreadable, OwnFileUnsupported
 from ckptctl.formats.digests import BLOCK_BYTES, Algorithm, Digests, n_blocks
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
-from ckptctl.formats.own.files import (
-    Fields,
-    canonical,
-    check_digest,
-    digest_of,
-    document_of,
-    typed,
-)
+from ckptctl.formats.own.files import Fields, canonical, check_digest, digest_of, document_of, typed
 from ckptctl.model import Count, Hex, Positive, Sha256, StepNumber, Time
 from ckptctl.signatures import Signature, public_key, sign
 

@@ -1,7 +1,7 @@
 """One policy for the globals of every pickle of a step: harmless, able to act, or not known.
 
 `torch.load` and `pickle.load` import what a pickle names and call what it says, with the rights
-of the job. The tables of `known_globals` hold what frameworks write and what can act:
+of the job. The tables of `known_globals.txt` hold what frameworks write and what can act:
 
 - A global that can act (call, import, open, evaluate, read attributes) is unsafe wherever it is
   named, called or not: what is passed to an unknown class may be called there.
@@ -21,8 +21,8 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 
-from ckptctl.formats.pickles import known_globals as tables
 from ckptctl.formats.pickles.stubs import Acts, Callee, Malformed, Stub, shown
 
 
@@ -87,11 +87,6 @@ class NamedGlobal(Opaque):
         """The last part of the name."""
         return self.name.rpartition(".")[2]
 
-    @property
-    def is_foreign_class(self) -> bool:
-        """It is a class, by its name, and not one of the standard library."""
-        return _is_class(self.last) and _root(self.name) not in _LIBRARY
-
     def call(self, args: tuple[object, ...]) -> object:
         """An object of this name; refused for what acts once it is called."""
         if self.standing is Standing.ACTS_IF_CALLED:
@@ -105,7 +100,9 @@ class NamedGlobal(Opaque):
                 if self.standing is Standing.HARMLESS and may_hold:
                     continue
                 raise Acts(f"passes {shown(function.name)} to {shown(self.name)}")
-            if self.name in _ITERATING and _is_made_by_others(argument):
+            if self.name not in _ITERATING or type(argument) is not Opaque:
+                continue
+            if "." in argument.name and _root(argument.name) not in _LIBRARY:
                 raise Acts(f"has {shown(self.name)} iterate over an object of another class")
         return Opaque(self.kind, args)
 
@@ -146,10 +143,6 @@ def _functions_in(value: object) -> Iterator[NamedGlobal]:
 
 _MAX_ARGUMENTS = 64
 """Keywords of a call, or a list of functions; to look through more would cost time."""
-
-
-def _is_made_by_others(value: object) -> bool:
-    return type(value) is Opaque and "." in value.name and _root(value.name) not in _LIBRARY
 
 
 class Partial(Opaque):
@@ -208,11 +201,6 @@ def instance(args: tuple[object, ...]) -> object:
     return args[0].make(args[1:])
 
 
-def instance_of_base(args: tuple[object, ...]) -> object:
-    """What stands for `copyreg._reconstructor(cls, base, state)`."""
-    return instance((*args[:1], *args[2:]))
-
-
 def instance_with_keywords(args: tuple[object, ...]) -> object:
     """What stands for `copyreg.__newobj_ex__(cls, args, keywords)`."""
     match args:
@@ -228,7 +216,8 @@ def attribute(args: tuple[object, ...]) -> object:
     """
     match args:
         case (NamedGlobal() as cls, str(name)) if not name.startswith("_"):
-            if cls.is_foreign_class or cls.name.endswith(".SafeUUID"):
+            is_foreign = _is_class(cls.last) and _root(cls.name) not in _LIBRARY
+            if is_foreign or cls.name.endswith(".SafeUUID"):
                 return Opaque(f"{cls.name}.{name}")
         case (NamedGlobal() as cls, "__new__"):  # protocols 2 and 3 call it with keywords
             return _New(cls)
@@ -272,7 +261,9 @@ MAX_NAME = 500
 @lru_cache(maxsize=4096)
 def standing(module: str, name: str) -> Standing:
     """What is known of a global, by the names that Python 3 or 2 has for it."""
-    module, name = in_python_3(module, name)
+    # Protocols 0 to 2 write the names of Python 2.
+    names = _compat_pickle.NAME_MAPPING.get((module, name))
+    module, name = names or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
     if _is_listed(module, name):
         return Standing.HARMLESS
     root, parts = _root(module), name.split(".")
@@ -285,14 +276,6 @@ def standing(module: str, name: str) -> Standing:
     if root in _JUDGED and not _is_class(parts[-1]):
         return Standing.ACTS_IF_CALLED
     return Standing.UNKNOWN
-
-
-def in_python_3(module: str, name: str) -> tuple[str, str]:
-    """The name that Python 3 gives to a global of Python 2, as protocols 0 to 2 write it."""
-    mapped = _compat_pickle.NAME_MAPPING.get((module, name))
-    if mapped is not None:
-        return mapped
-    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
 def names_in_all_pythons(module: str, name: str) -> tuple[tuple[str, str], ...]:
@@ -353,63 +336,38 @@ def _root(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _table(text: str) -> Mapping[str, frozenset[str]]:
+def _tables(text: str) -> Mapping[str, list[str]]:
+    """The lines of each table, by its name."""
+    tables: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("["):
+            lines = tables.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    return tables
+
+
+def _by_module(lines: Iterable[str]) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
-    for line in text.strip().splitlines():
+    for line in lines:
         module, _, names = line.partition(":")
         found.setdefault(module, set()).update(names.split())
     return {module: frozenset(names) for module, names in found.items()}
 
 
-def _joined(parts: Iterable[Mapping[str, frozenset[str]]]) -> Mapping[str, frozenset[str]]:
-    return {module: names for part in parts for module, names in part.items()}
+def _words(lines: Iterable[str]) -> frozenset[str]:
+    return frozenset(word for line in lines for word in line.split())
 
 
-_LISTED = _joined((_table(tables.STANDARD_LIBRARY), _table(tables.FRAMEWORKS)))
-_ACTING_MODULES = frozenset(tables.ACTING.split())
-_ACTING_BY_MODULE = _table(tables.ACTING_NAMES)
-_JUDGED = frozenset(tables.JUDGED.split())
-_LIBRARY = frozenset(sys.stdlib_module_names) | {
-    # Modules that another version of Python has, or had.
-    *("asynchat", "asyncore", "imp", "smtpd", "distutils", "binhex", "formatter", "parser"),
-    *("symbol", "macpath", "aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr"),
-    *("mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau"),
-    *("telnetlib", "uu", "xdrlib", "lib2to3", "compression", "annotationlib", "_android_support"),
-    *(
-        "popen2",
-        "commands",
-        "exceptions",
-        "cPickle",
-        "__builtin__",
-        "copy_reg",
-        "string",
-        "new",
-        "posixfile",
-    ),
-}
+_TABLES = _tables(Path(__file__).with_name("known_globals.txt").read_text("utf-8"))
+_LISTED = _by_module(_TABLES["standard-library"]) | _by_module(_TABLES["frameworks"])
+_ACTING_MODULES = _words(_TABLES["acting"])
+_ACTING_BY_MODULE = _by_module(_TABLES["acting-names"])
+_ACTING_ANYWHERE = _words(_TABLES["acting-anywhere"])
+_JUDGED = _words(_TABLES["judged"])
+_LIBRARY = frozenset(sys.stdlib_module_names) | _words(_TABLES["other-pythons"])
 _EXCEPTIONS = frozenset(
     name
     for name in dir(builtins)
     if name.endswith(("Error", "Exception", "Warning", "Exit", "Iteration", "Interrupt", "Group"))
-)
-_ACTING_ANYWHERE = frozenset(
-    {
-        *("os", "posix", "nt", "sys", "builtins", "subprocess", "importlib", "shutil", "socket"),
-        *(
-            "pty",
-            "ctypes",
-            "runpy",
-            "marshal",
-            "pickle",
-            "_pickle",
-            "webbrowser",
-            "multiprocessing",
-        ),
-        *("system", "popen", "Popen", "exec", "execfile", "eval", "open", "import_module"),
-        *("check_output", "check_call", "getoutput", "getstatusoutput", "run_path", "run_module"),
-        *("getattr", "setattr", "delattr", "globals", "locals", "breakpoint", "attrgetter"),
-        *("methodcaller", "FunctionType", "CodeType", "execv", "execve", "execl", "execvp"),
-        *("spawnl", "spawnv", "spawnve", "spawnvp", "fork", "forkpty", "startfile", "rmtree"),
-        *("unlink", "func_globals", "func_code", "urlopen", "urlretrieve", "startfile"),
-    }
 )

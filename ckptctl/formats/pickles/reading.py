@@ -82,31 +82,6 @@ Shapes = Callable[["Machine"], Mapping[str, Shape]]
 class Machine:
     """The state of one reading. `opcodes` is the table of what each byte does."""
 
-    __slots__ = (
-        "at",
-        "cheap_keys",
-        "data",
-        "end",
-        "extra_slots",
-        "fault",
-        "frame_end",
-        "grammar",
-        "has_runs",
-        "marks",
-        "memo",
-        "n_filled",
-        "n_left",
-        "names_globals",
-        "nested",
-        "opcodes",
-        "others",
-        "pos",
-        "shapes",
-        "stack",
-        "taken",
-        "tuple_keys",
-    )
-
     def __init__(
         self, data: bytes, grammar: Grammar, opcodes: Opcodes, memo: Memo | None = None
     ) -> None:
@@ -330,7 +305,7 @@ class Machine:
                 return self._replay(run, row).slots[slot - run.rows.first_slots[row]]
         return value
 
-    def set_items(self, target: object, items: list[object]) -> None:
+    def set_items(self, items: list[object], target: object) -> None:
         """Put keys and values, one after the other, into the dict `target`."""
         if not isinstance(target, dict):
             pairs = self._pairs(items) if self.grammar.lenient else ()
@@ -357,7 +332,7 @@ class Machine:
         except Acts as error:
             self.unsafe(str(error))
 
-    def add_items(self, target: object, items: list[object]) -> None:
+    def add_items(self, items: list[object], target: object) -> None:
         """Put `items` into the set `target`."""
         if not isinstance(target, set):
             self._fill(target, items, "values are added to what is no set")
@@ -407,7 +382,7 @@ class Machine:
         except Acts as error:
             self.unsafe(str(error))
 
-    def append_items(self, target: object, items: list[object]) -> None:
+    def append_items(self, items: list[object], target: object) -> None:
         """Put `items` at the end of the list `target`."""
         if not isinstance(target, list):
             self._fill(target, items, "values are appended to what is no list")
@@ -623,34 +598,9 @@ def _popped(m: Machine, n_values: int) -> tuple[object, ...]:
     return values
 
 
-def _append(m: Machine) -> None:
-    item = m.pop()
-    m.append_items(m.top(), [item])
-
-
-def _appends(m: Machine) -> None:
-    items = m.pop_runs_to_mark()
-    m.append_items(m.top(), items)
-
-
-def _setitem(m: Machine) -> None:
-    pair = _popped(m, 2)
-    m.set_items(m.top(), [*pair])
-
-
-def _setitems(m: Machine) -> None:
-    items = m.pop_runs_to_mark()
-    m.set_items(m.top(), items)
-
-
 def _push_set(m: Machine, made: set[object] | frozenset[object]) -> None:
     m.n_left -= 3  # the empty set is four times as large as the empty list
     m.push_container(made)
-
-
-def _additems(m: Machine) -> None:
-    items = m.pop_to_mark()
-    m.add_items(m.top(), items)
 
 
 def _pop(m: Machine) -> None:
@@ -740,13 +690,13 @@ _KNOWN: Mapping[int, Callable[[Machine], object]] = {
     0x87: lambda m: m.push_container(_popped(m, 3)),  # TUPLE3
     0x74: lambda m: m.push_container(tuple(m.pop_to_mark())),  # TUPLE
     0x5D: lambda m: m.push_container([]),  # EMPTY_LIST
-    0x61: _append,  # APPEND
-    0x65: _appends,  # APPENDS
+    0x61: lambda m: m.append_items([m.pop()], m.top()),  # APPEND
+    0x65: lambda m: m.append_items(m.pop_runs_to_mark(), m.top()),  # APPENDS
     0x7D: lambda m: m.push_container({}),  # EMPTY_DICT
-    0x73: _setitem,  # SETITEM
-    0x75: _setitems,  # SETITEMS
+    0x73: lambda m: m.set_items([*_popped(m, 2)], m.top()),  # SETITEM
+    0x75: lambda m: m.set_items(m.pop_runs_to_mark(), m.top()),  # SETITEMS
     0x8F: lambda m: _push_set(m, set()),  # EMPTY_SET
-    0x90: _additems,  # ADDITEMS
+    0x90: lambda m: m.add_items(m.pop_to_mark(), m.top()),  # ADDITEMS
     0x91: lambda m: _push_set(m, frozenset(map(m.checked_key, m.pop_to_mark()))),  # FROZENSET
     # The stack and the memo.
     0x30: _pop,  # POP
@@ -830,7 +780,7 @@ def _push_slot(m: Machine, act: Callable[[int], object]) -> None:
 def _dict_of_stack(m: Machine) -> None:
     items = m.pop_to_mark()
     made: dict[object, object] = {}
-    m.set_items(made, items)
+    m.set_items(items, made)
     m.push_container(made)
 
 

@@ -234,13 +234,7 @@ class Dtype:
 # Beside those whose size is known: the rest of torch 2.13's dtypes, all a byte but the last.
 _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    "quint4x2",
-    "quint2x4",
-    "bits1x8",
-    "bits2x4",
-    "bits4x2",
-    "bits8",
-    "bits16",
+    *("quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
 )
 
 DTYPES: Mapping[tuple[str, str], object] = {
@@ -294,13 +288,10 @@ COMMON: Mapping[tuple[str, str], object] = {
     **{
         (module, name): Function(f"{module}.{name}", _path_joined_by(separator))
         for module in ("pathlib", "pathlib._local")
-        for name, separator in (
-            ("Path", "/"),
-            ("PurePath", "/"),
-            ("PosixPath", "/"),
-            ("PurePosixPath", "/"),
-            ("WindowsPath", "\\"),
-            ("PureWindowsPath", "\\"),
+        for separator, names in (
+            ("/", ("Path", "PurePath", "PosixPath", "PurePosixPath")),
+            ("\\", ("WindowsPath", "PureWindowsPath")),
         )
+        for name in names
     },
 }

@@ -12,8 +12,9 @@ Source: torch 2.13 `torch/_utils.py` (`_rebuild_wrapper_subclass`), `torch/_tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
@@ -42,6 +43,16 @@ FREE_NODES = 1_000_000
 each byte of a larger pickle."""
 
 
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a row-major tensor, in elements, as torch counts them."""
+    strides: list[int] = []
+    step = 1
+    for dim in reversed(shape):
+        strides.append(step)
+        step *= max(dim, 1)
+    return tuple(reversed(strides))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorStub:
     """A tensor as its pickle describes it; the elements are elsewhere.
@@ -60,6 +71,11 @@ class TensorStub:
     storage_key: str
     n_elements_in_storage: int
     signs: tuple[str, ...] = ()
+
+    @classmethod
+    def row_major(cls, dtype: str, shape: tuple[int, ...], key: str = "") -> TensorStub:
+        """A row-major tensor that fills its storage."""
+        return cls(dtype, shape, strides_of(shape), 0, key, prod(shape))
 
     @property
     def last(self) -> int:
@@ -407,10 +423,6 @@ def _bytes(args: tuple[object, ...]) -> bytes:
     raise Malformed("bytes are made of other arguments than writers use")
 
 
-def _bytearray(args: tuple[object, ...]) -> bytearray:
-    return bytearray(_bytes(args))
-
-
 def _storage_in_bytes(args: tuple[object, ...]) -> object:
     # It gives the bytes to `torch.load`: those that lie in the pickle are read as a pickle.
     match args:
@@ -457,7 +469,7 @@ def _default(args: tuple[object, ...]) -> object:
 _CALLS: Mapping[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
     ("_codecs", "encode"): _latin1,
     ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "bytearray"): lambda args: bytearray(_bytes(args)),
     ("builtins", "getattr"): policy.attribute,
     ("builtins", "iter"): policy.iterator,
     ("builtins", "type"): policy.type_of,
@@ -465,7 +477,7 @@ _CALLS: Mapping[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
     ("collections", "defaultdict"): _default,
     ("copyreg", "__newobj__"): policy.instance,
     ("copyreg", "__newobj_ex__"): policy.instance_with_keywords,
-    ("copyreg", "_reconstructor"): policy.instance_of_base,
+    ("copyreg", "_reconstructor"): lambda args: policy.instance((*args[:1], *args[2:])),
     ("functools", "partial"): policy.partial,
     ("functools", "reduce"): policy.union_of_types,
     ("_functools", "reduce"): policy.union_of_types,
