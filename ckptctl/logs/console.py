@@ -1,7 +1,7 @@
 """Read the output of programs that print a training step as text.
 
 `formats` describes the lines. A line that a terminal or a log collector wrapped is joined
-again. `BLOCK_FORMATS` are a heading that names the step, then one metric per line. The Hugging
+again. Blocks are a heading that names the step, then one metric per line. The Hugging
 Face trainer prints a dictionary without a step, followed by a progress bar that shows it.
 
 A trainer prints the same line at every step, with other numbers. Once a line is parsed by its
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckptctl.errors import OptionError
 from ckptctl.logs.clocks import clock_in, clock_place, minute_in
 from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
-from ckptctl.logs.formats import PATTERNS, BlockFormat, LineFormat
+from ckptctl.logs.formats import BlockFormat, LineFormat, joined
 from ckptctl.logs.log_lines import stamp_end
 from ckptctl.logs.rows import LogPosition, Number, RankReader, Row
 from ckptctl.outside_numbers import clamped, whole
@@ -194,9 +194,6 @@ _LOSS_AND_STEP = re.compile(
 
 def pattern_for(line: str) -> str | None:
     """A `--pattern` for the lines of a program whose format is not known."""
-    for hint, pattern in PATTERNS:
-        if re.search(hint, line):
-            return pattern
     named = _STEP_AND_LOSS.search(line) or _LOSS_AND_STEP.search(line)
     if named is None:
         return None
@@ -218,8 +215,8 @@ class LineReader(RankReader):
 
     def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
-        self._head = re.compile(form.head)
-        self._pairs = re.compile(form.pairs) if form.pairs else None
+        self._head = re.compile(joined(form.head))
+        self._pairs = re.compile(joined(form.pairs)) if form.pairs else None
         self._tail = re.compile(form.tail) if form.tail else None
         self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
         self.templates = LineTemplates()
@@ -526,6 +523,7 @@ class BlockReader(RankReader):
 
     def __init__(self, form: BlockFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
+        self._head, self._metric = re.compile(form.head), re.compile(form.metric)
         self._maker = RowMaker(keys)
         self._step: int | None = None
         self._position: LogPosition | None = None
@@ -541,7 +539,7 @@ class BlockReader(RankReader):
 
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The row of the block that this line ends."""
-        head = self.format.head.search(text) if self.format.hint in text else None
+        head = self._head.search(text) if self.format.hint in text else None
         is_inside = head is None and self._position is not None
         if is_inside and (self._add(text) or self._n_others < self.format.gaps):
             return ()
@@ -553,7 +551,7 @@ class BlockReader(RankReader):
 
     def _add(self, text: str) -> bool:
         """Take the metric of a line into the block; False for any other line."""
-        metric = self.format.metric.match(text)
+        metric = self._metric.match(text)
         if metric is None:
             self._n_others += 1
             return False

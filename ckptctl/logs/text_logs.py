@@ -30,7 +30,7 @@ from ckptctl.logs.console import (
     pattern_for,
     pattern_format,
 )
-from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS, LineFormat
+from ckptctl.logs.formats import TABLE, LineFormat, joined
 from ckptctl.logs.log_lines import Deadline, LineSplitter, split_launcher, stamp_end
 from ckptctl.logs.records import JsonLinesReader, TableReader, has_values
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row, set_interval
@@ -41,86 +41,9 @@ MAX_TEXT = 300
 """Characters of a marker's line that are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Phrase:
-    """A phrase; with `first_step`, its number is the first step to run, not the last one held."""
+_MARKERS = tuple((re.compile(joined(form.pattern), re.I), form) for form in TABLE.markers)
 
-    pattern: re.Pattern[str]
-    fresh: bool = False
-    first_step: bool = False
-
-
-def _phrase(pattern: str, *, fresh: bool = False, first_step: bool = False) -> _Phrase:
-    return _Phrase(re.compile(pattern, re.IGNORECASE), fresh, first_step)
-
-
-_STEP = r"(?:step|iter(?:ation)?|checkpoint|ckpt)[ _:=\-]{1,3}(?P<step>\d{1,12})(?![.\-_]?\d)\b"
-
-# The first phrase that matches counts.
-_PHRASES = (
-    # Megatron-LM, Megatron Bridge
-    _phrase(
-        r"successfully loaded checkpoint from .{0,500}? at iteration\s{1,20}(?P<step>\d{1,12})"
-    ),
-    # torchtitan
-    _phrase(r"Loading the checkpoint at step (?P<step>\d{1,12})"),
-    _phrase(r"Loading the checkpoint from .{0,500}?step[-_](?P<step>\d{1,12})"),
-    _phrase(r"Training starts at step:? (?P<step>\d{1,12})", first_step=True),
-    _phrase(r"this is a fresh start", fresh=True),
-    # fairseq, metaseq
-    _phrase(r"Loaded checkpoint .{0,500}?\(epoch \d{1,9} @ (?P<step>\d{1,12}) updates\)"),
-    _phrase(r"No existing checkpoint found", fresh=True),
-    # Lightning, NeMo
-    _phrase(
-        r"Restored all states from the checkpoint(?: at)?\b(?:.{0,500}?step=(?P<step>\d{1,12}))?"
-    ),
-    # mmengine, mmcv
-    _phrase(r"resumed epoch:? \d{1,9}, iter:? (?P<step>\d{1,12})"),
-    # detectron2
-    _phrase(r"Starting training from iteration (?P<step>\d{1,12})", first_step=True),
-    # Hugging Face
-    _phrase(r"Continuing training from global step (?P<step>\d{1,12})"),
-    # OLMo-core
-    _phrase(r"Loading checkpoint from .{0,500}?\bstep(?P<step>\d{1,12})\b"),
-    _phrase(r"will train from scratch", fresh=True),
-    # KempnerForge
-    _phrase(r"Starting training: step=(?P<step>\d{1,12})"),
-    # nanoGPT
-    _phrase(r"Initializing a new model from scratch", fresh=True),
-    # Custom training loops
-    _phrase(
-        r"\bresum(?:ed|ing)\b.{0,160}?\b(?:step|iteration|iter)[ _:=\-]{1,3}(?P<step>\d{1,12})"
-    ),
-    # Custom training loops that name the file or the folder. Only what is named a step is one:
-    # the number of a file can be that of an epoch.
-    _phrase(
-        r"(?<!to )\b(?:load|(?:re)?loaded|restored|loading|restoring) (?:from )?"
-        r"(?:the |a |full |training |trainer |model |optimizer |all |and ){0,6}"
-        r"(?:checkpoint|ckpt|snapshot|state (?=from))\b(?! for )"
-        rf"(?:.{{0,300}}?{_STEP})?"
-    ),
-    _phrase(
-        r"\b(?:checkpoint|ckpt|snapshot)(?: \S{1,300})? (?:was |has been )?(?:successfully )?"
-        rf"(?:(?:re)?loaded|restored)\b(?:.{{0,300}}?{_STEP})?"
-    ),
-    # "loss after the resume from step 36" tells of one.
-    _phrase(
-        r"(?<!can )(?<!to )(?<!the )(?<!a )(?<!this )(?<!each )\bresume (?:training )?(?:from|at) "
-        rf".{{0,300}}?{_STEP}"
-    ),
-    _phrase(
-        r"\b(?:continu(?:e|ing)|restart(?:ing|ed)?|start(?:ing)?)(?: the)?(?: training)? "
-        rf"(?:from|at|after) .{{0,200}}?{_STEP}"
-    ),
-    # nanoGPT, without a step
-    _phrase(r"(?:^|[^\w\s'] ?)resuming (?:training )?from \S+"),
-)
-
-HINTS: Sequence[bytes] = (
-    *(b"heckpoint", b"ckpt", b"napshot", b"tate from", b"ontinu", b"tarting ", b"Start from"),
-    *(b"raining starts", b"ing training", b"fresh start", b"from scratch", b"estored all states"),
-    *(b"esumed ", b"esuming ", b"esume ", b"accumulate_grad_batches"),
-)
+HINTS = (*(hint.encode() for hint in TABLE.marker_hints), b"accumulate_grad_batches")
 """Every marker's line contains one of these literals; other lines are not matched."""
 
 _ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
@@ -134,16 +57,15 @@ def accumulated_in(text: str) -> int | None:
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
     """The marker in a line; None where there is none."""
-    for phrase in _PHRASES:
-        match = phrase.pattern.search(text)
+    for pattern, form in _MARKERS:
+        match = pattern.search(text)
         if match is None:
             continue
-        named = match.groupdict().get("step")
-        step = whole(named)
-        if step is not None and phrase.first_step:
+        step = whole(match.groupdict().get("step"))
+        if step is not None and form.first_step:
             # Trainers count steps from 0 or from 1; both mean a fresh start.
             step = max(0, step - 1)
-        fresh = phrase.fresh or step == 0
+        fresh = form.fresh or step == 0
         return Marker(position, text.strip()[:MAX_TEXT], None if fresh else step, fresh)
     return None
 
@@ -207,8 +129,8 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
         HfConsoleReader,
         averages=True,
     ),
-    *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in BLOCK_FORMATS),
-    *map(_of_lines, LINE_FORMATS),
+    *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in TABLE.blocks),
+    *map(_of_lines, TABLE.lines),
 )
 
 
