@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import Unknown, UsageError, guarded
@@ -27,6 +27,7 @@ from ckptctl.failures.reading import LogEvidence, read_logs
 from ckptctl.failures.results import (
     CLASSES,
     CONFIDENCES,
+    EXITS,
     Action,
     Classification,
     Domain,
@@ -538,45 +539,6 @@ def host_names(text: str) -> tuple[str, ...]:
 SCHEDULERS = ("slurm", "kubernetes", "torchrun", "ft_launcher", "shell")
 
 
-class _ExitMeaning(NamedTuple):
-    """What an exit code or a signal shows; `action` and `restart` if they differ from the class."""
-
-    failure: str
-    description: str
-    role: Role = Role.SUSPECT
-    action: str = ""
-    restart: str = ""
-
-
-_RERUN = "Megatron requests a rerun on another device"
-_CODES: Mapping[int, _ExitMeaning] = {
-    2: _ExitMeaning("job-config", "usually a wrong argument"),
-    16: _ExitMeaning("job-divergence", _RERUN, action="resume-elsewhere", restart="free"),
-    17: _ExitMeaning("job-divergence", "Megatron's validation failed", restart="no"),
-    53: _ExitMeaning("infra-node", "SLURM could not start or write there"),
-    75: _ExitMeaning("infra-storage", "the storage did not answer", restart="yes"),
-    93: _ExitMeaning("job-code", "the supervisor stopped restarting", restart="no"),
-    126: _ExitMeaning("job-config", "the command cannot be executed", Role.ROOT, restart="no"),
-    127: _ExitMeaning("job-config", "the command was not found", Role.ROOT, restart="no"),
-}
-_WARNED = _ExitMeaning("preemption", "nobody handled the scheduler's warning")
-_SHORT_FILE = "usually a truncated memory-mapped file, or full shared memory"
-_SIGNALS: Mapping[int, _ExitMeaning] = {
-    signal.SIGHUP: _ExitMeaning("user", "its terminal session was closed"),
-    signal.SIGINT: _ExitMeaning("user", "somebody pressed Ctrl-C", Role.ROOT),
-    signal.SIGQUIT: _ExitMeaning("user", "somebody pressed Ctrl-\\"),
-    signal.SIGILL: _ExitMeaning("job-code", "an instruction that the processor does not support"),
-    signal.SIGTRAP: _ExitMeaning("job-code", "a trap"),
-    signal.SIGABRT: _ExitMeaning("unknown", "the process aborted after an error", Role.CASCADE),
-    signal.SIGBUS: _ExitMeaning("infra-storage", _SHORT_FILE),
-    signal.SIGFPE: _ExitMeaning("job-code", "an arithmetic error"),
-    signal.SIGKILL: _ExitMeaning("unknown", "killed; this alone does not show that memory ran out"),
-    signal.SIGUSR1: _WARNED,
-    signal.SIGUSR2: _WARNED,
-    signal.SIGSEGV: _ExitMeaning("job-code", "an access to invalid memory"),
-    signal.SIGTERM: _ExitMeaning("preemption", "the process was asked to end"),
-    signal.SIGXCPU: _ExitMeaning("walltime", "its CPU time limit was reached", Role.ROOT),
-}
 _OOM_BY_SLURM = 125
 _FORM = re.compile(r"(-?\d{1,4})(?::(\d{1,3}))?")
 
@@ -597,35 +559,25 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
         code, number = 0, -code
     elif number == 0 and 128 < code < 128 + signal.NSIG:
         number = code - 128
-    if number:
-        return _of_signal(str(exit_code), number, scheduler)
-    if code == 1 and scheduler in ("torchrun", "ft_launcher"):
+    if number == _OOM_BY_SLURM and scheduler in (None, "slurm"):
+        source, name = "SLURM", "oom"
+    elif number:
+        source = name = signal.Signals(number).name if number in {*signal.Signals} else ""
+    elif code == 1 and scheduler in ("torchrun", "ft_launcher"):
         return None
-    meaning = _CODES.get(code)
+    else:
+        source, name = f"exit code {code}", str(code)
+    meaning = EXITS.get(name)
     if meaning is None:
         return None
-    return _evidence(str(exit_code), f"exit code {code}", meaning, f"exit.{code}")
-
-
-def _of_signal(given: str, number: int, scheduler: str | None) -> Evidence | None:
-    if number == _OOM_BY_SLURM and scheduler in (None, "slurm"):
-        meaning = _ExitMeaning("job-oom", "out of memory", Role.CAUSE)
-        return _evidence(given, "SLURM", meaning, "exit.oom")
-    if number not in _SIGNALS:
-        return None
-    name = signal.Signals(number).name
-    return _evidence(given, name, _SIGNALS[number], f"exit.{name}")
-
-
-def _evidence(given: str, source: str, meaning: _ExitMeaning, rule: str) -> Evidence:
     return Evidence(
-        rule=rule,
+        rule=f"exit.{name}",
         failure=meaning.failure,
         role=meaning.role,
-        description=f"{source}: {meaning.description}",
+        description=f"{source}: {meaning.means}",
         file="--exit-code",
         line=0,
-        text=given,
+        text=str(exit_code),
         action=meaning.action,
         restart=meaning.restart,
     )

@@ -10,7 +10,6 @@ are searched for. A line that is returned need not match: `matching` tries the p
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -20,11 +19,12 @@ from functools import cache
 from importlib import resources
 from itertools import accumulate
 
+import msgspec
+
 from ckptctl.failures.results import Role
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Patterns in the text of a line, and the evidence that they give.
 
     One of `patterns` is searched for, ignoring case, in the message, without timestamps,
@@ -75,16 +75,9 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(patterns), re.IGNORECASE)
 
 
-def _rules() -> tuple[Rule, ...]:
-    text = (resources.files("ckptctl") / "failures" / "rules.json").read_text("utf-8")
-    lists = ("literals", "patterns")
-    return tuple(
-        Rule(**{**entry, "role": Role(entry["role"]), **{key: tuple(entry[key]) for key in lists}})
-        for entry in json.loads(text)
-    )
-
-
-RULES = _rules()
+RULES = msgspec.json.decode(
+    (resources.files("ckptctl.failures") / "rules.json").read_bytes(), type=tuple[Rule, ...]
+)
 """Every rule in the order in which they are tried: the first that matches a line decides."""
 FOLLOWING = frozenset(rule.name for rule in RULES if rule.follows)
 """The names of the rules that `follows`."""
