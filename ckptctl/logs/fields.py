@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from ckptctl.errors import OptionError
 from ckptctl.logs.clocks import clock_in, in_seconds
+from ckptctl.logs.formats import TABLE
 from ckptctl.logs.rows import LogPosition, Number, Row
 from ckptctl.outside_numbers import MOST, finite, whole, whole_of
 
@@ -36,49 +37,10 @@ NUMBERS = (
 FIELDS = ("step", *NUMBERS, "at", "interval", "samples_digest", "attempt")
 """The names of the fields, for the groups of a pattern and for a key map."""
 
-# Where a record has several names of a field, the first one in this table counts.
-_NAMES = {
-    "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
-        globalstepmaxsteps currentsteps currentstep steps batch _step timebatch
-        trainingstep optimizerstep optimstep gradientstep niter itr updates update numsteps
-        globaliter trainiter it metadatastep metadatastepnum stepnum""",
-    "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
-        traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
-        losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
-        trainsamplestrainloss totloss losstotal lossestotal totallosstrain lastloss avgloss lossavg
-        averageloss meanloss lossmean losscurrent steploss pgloss policyloss crossentropy
-        nll nllloss ctcloss ce lossestotalloss lossesloss trainlossepoch ltotal lgtotal lpix lgpix
-        trainboxloss losslossmean lossglossmean""",
-    "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
-        lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
-        traininnerlr trainsampleslr currentlr currentlearningrate""",
-    "grad_norm": """gradnorm gradientnorm gnorm traingradnorm optimtotalgradnorm
-        l2normgradglobal trainl2normgradglobal totalgradnorm traininnergnorm""",
-    "ema_loss": """emaevalloss evalemaloss evallossema emavalloss valemaloss vallossema
-        emavalidationloss validationlossema""",
-    # Not TRL's `num_tokens`, which counts from the start of the process.
-    "tokens": """consumedtokens totaltokens tokens tokensseen numinputtokensseen
-        trainnuminputtokensseen throughputtotaltokens timetoken traintimetoken
-        traintokens ntokensseen metricstokens""",
-    "samples": "consumedsamples samples samplesseen numsamples timesample traintimesample",
-    "throughput": """tokenspersec tokenspersecond toks tps wps throughputtokenspersec
-        trainthroughputtokenspersec throughputtps samplespersec samplespersecond sps samplessec
-        throughputsamplespersec trainthroughputsamplespersec""",
-    "device_throughput": """tokenspersecpergpu tokenspersecondpergpu tokenssdevice
-        throughputdevicetps throughputmetricstps throughputpergputflopsgpu tflopsdevice""",
-    "step_time_s": """steptime steptimes itertimes iterationtime timeperiteration secperstep
-        seconds time itertime elapsed elapsedtime elapsedseconds elapseds""",
-    "step_time_ms": """elapsedtimeperiterationms timeperiterationms steptimems itertimems ms
-        dtms""",
-    "mfu": "mfu throughputdevicemfu trainmfu perfmfu throughputmfu",
-    "at": "at timestamp _timestamp walltime createdat ts datetime date",
-    "samples_digest": "samplesdigest",
-    "attempt": """attempt attemptid run runid restart restarts restartcount jobid slurmjobid
-        processid pid""",
-}
+# Where a record has several names of a field, the first one in the table counts.
 _FIELD_AND_RANK = {
     name: (field, rank)
-    for field, names in _NAMES.items()
+    for field, names in TABLE.fields.items()
     for rank, name in enumerate(names.split())
 }
 

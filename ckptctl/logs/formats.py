@@ -1,7 +1,7 @@
 """The programs that print a training step as text, and the lines that mark the start of a process.
 
-`formats.toml` is the table: `console` reads the lines of steps, `text_logs` the markers. Programs
-that save no checkpoints of several ranks are left out.
+`formats.toml` is the table: `console` reads the lines of steps, `fields` the names of metrics,
+`text_logs` the markers. Programs that save no checkpoints of several ranks are left out.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class FormatTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Each line of a marker contains one of `marker_hints`; the first marker that matches counts.
     """
 
+    fields: Mapping[str, str]
     fragments: Mapping[str, str]
     marker_hints: tuple[str, ...]
     lines: tuple[LineFormat, ...]
