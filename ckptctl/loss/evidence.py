@@ -66,7 +66,8 @@ _ADAPTIVE, _OF_NORM = 0.5, 2.2
 _IMPROBABLE = 0.02
 _LEAST_CHANCE = 1e-9
 _NORMS = 2.0  # gradient norms change by so much more than losses; in GANs at 1 % by no more
-_UPDATE = 3.0  # a lost optimizer, in sizes of an update
+_UPDATE = 3.0  # a lost optimizer after two updates, in sizes of an update
+_UPDATE_IN_NOISE = 0.5
 _WEIGHTS = 3.5  # a stale tensor
 _OTHER_WEIGHTS_NOISE = 0.12
 _RANDOM = 0.02  # of the noise between batches
@@ -233,31 +234,6 @@ class Sensitivity:
     drifts: bool
     """The first row is equal and later ones are not: noise would be in the first row, too."""
 
-    @property
-    def excludes_update(self) -> bool:
-        """Whether another optimizer state or learning rate would have been seen."""
-        return not self.drifts and self.smallest_update <= self.update.size
-
-    @property
-    def excludes_weights(self) -> bool:
-        """Whether a stale tensor would have been seen."""
-        return self.smallest_weights <= self.update.size
-
-    @property
-    def excludes_random(self) -> bool:
-        """Whether other random numbers would have been seen, where they affect the loss."""
-        return self.smallest_random <= self.noise
-
-    @property
-    def excludes_data(self) -> bool:
-        """Whether other batches would have been seen."""
-        return self.smallest_data <= self.noise
-
-    @property
-    def excludes_rounding(self) -> bool:
-        """Whether weights rounded to a lower precision would have been seen."""
-        return self.smallest_rounding <= _ROUNDED
-
 
 Effect = Callable[[float], float]
 
@@ -291,12 +267,13 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
         # Where the last digit hides most noise, it hides that of a right resume in most rows.
         is_coarse = unit > _COARSE_UNIT * update.size and n_unequal > _MAX_UNEQUAL * len(sizes)
         drifts = sizes[0] <= unit and (is_coarse or rest > max(_DRIFT_UNITS * unit, _LEAST_DRIFT))
+    update_effect = _UPDATE if exact else _UPDATE_IN_NOISE
     usual = median if len(sizes) >= _FOR_MEDIAN else max
     by_noise = max(usual(sizes), replay.rounding) if sizes else math.inf
     return Sensitivity(
         update=update,
         noise=replay.noise,
-        smallest_update=smallest(_of_update if exact else _of_update_in_noise),
+        smallest_update=smallest(lambda n: update_effect if n >= 2 else 0.0),
         smallest_weights=smallest(lambda _: _WEIGHTS) if exact else by_noise / _OTHER_WEIGHTS_NOISE,
         smallest_random=(smallest(lambda _: 1.0) if exact else by_noise / _OTHER_WEIGHTS_NOISE)
         / _RANDOM,
@@ -304,15 +281,6 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
         smallest_rounding=smallest(lambda _: 1.0) if exact else math.inf,
         drifts=drifts,
     )
-
-
-def _of_update(n: float) -> float:
-    """What a lost optimizer changes after `n` updates, in sizes of an update."""
-    return _UPDATE if n >= 2 else 0.0
-
-
-def _of_update_in_noise(n: float) -> float:
-    return 0.5 if n >= 2 else 0.0
 
 
 def _norms(replay: Replay, updates: Sequence[float]) -> list[tuple[float, float, float, float]]:
@@ -458,9 +426,10 @@ def loss_checks(
     first = twice if replay.agrees else "the first step logged twice agrees"
     stale = f"{first}; a tensor that changes the loss by {share(shown.smallest_weights)} would show"
     weights = rows or _differing(replay) * (not replay.first_is_equal)
-    same_weights = shown.excludes_weights and not weights
+    size = shown.update.size
+    same_weights = shown.smallest_weights <= size and not weights
     unseen = (
-        f"{_lr_text(shown)}a stale tensor changes the loss by about {share(shown.update.size)}, "
+        f"{_lr_text(shown)}a stale tensor changes the loss by about {share(size)}, "
         f"less than {_least(shown.smallest_weights)}"
     )
     yield _by_rows(WEIGHTS, same_weights, stale, weights or unseen)
@@ -471,27 +440,30 @@ def loss_checks(
         NOTHING_LOADED, seen if sees_jump else "", "too few or too noisy rows for a jump"
     )
     yield _by_rows(NOTHING_LOADED, same_weights, stale, "")
-    moves = f"{_lr_text(shown)}one update moves the loss by about {share(shown.update.size)}"
+    moves = f"{_lr_text(shown)}one update moves the loss by about {share(size)}"
     update = f"{twice}; {moves}, and {share(shown.smallest_update)} would be detected"
     why = all_agree or f"{moves}, less than {_least(shown.smallest_update)}"
     if shown.drifts or replay.agreement is Agreement.DRIFT:
         yield FaultCheck(OPTIMIZER, doubt=_drift_text(replay))
         yield FaultCheck(RATE, doubt=_drift_text(replay))
-    yield _by_rows(OPTIMIZER, shown.excludes_update and not all_agree, update, why)
-    yield _by_rows(RATE, shown.excludes_update and not all_agree, update, why)
+    same_update = not (shown.drifts or all_agree) and shown.smallest_update <= size
+    yield _by_rows(OPTIMIZER, same_update, update, why)
+    yield _by_rows(RATE, same_update, update, why)
     if replay.agreement is Agreement.DRIFT and replay.same_first_norm and replay.first_is_exact:
         same = "the first loss and its gradient norm agree, before any update"
         yield FaultCheck(RANDOM, same)
     coarse = f"differences of {share(max(replay.median, replay.rounding))} could hide it"
-    yield _by_rows(RANDOM, shown.excludes_random and not weights, first, weights or coarse)
-    data = shown.excludes_data and not all_agree
+    same_random = shown.smallest_random <= shown.noise and not weights
+    yield _by_rows(RANDOM, same_random, first, weights or coarse)
+    data = shown.smallest_data <= shown.noise and not all_agree
     batches = f"{twice}, and other batches differ by {share(replay.noise)}"
     digests = "detecting it takes a digest of the samples of each step (samples_digest)"
     yield _by_rows(DATA, data, batches, digests)
     yield _by_rows(BATCH, data, batches, "log tokens or samples")
     named = "name the step of the checkpoint (--resume-step or --resume-report)"
     yield _by_rows(COUNTER, data, f"{twice} under the same numbers", named)
-    yield _by_rows(ROUNDED, shown.excludes_rounding and not all_agree, twice, all_agree or coarse)
+    same_digits = shown.smallest_rounding <= _ROUNDED and not all_agree
+    yield _by_rows(ROUNDED, same_digits, twice, all_agree or coarse)
     yield _averaged(replay)
     yield FaultCheck(
         _IN_PART,
