@@ -23,8 +23,8 @@ from ckptctl.failures.rank_dumps import StackReader, in_library
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
 from ckptctl.failures.scope import (
+    AttemptScope,
     JobEnd,
-    LogSpan,
     is_after,
     is_of_next_attempt,
     job_end_in,
@@ -289,13 +289,13 @@ class FailureLogReader:
         """Whether the program wrote the log, or its launcher: it has steps, tracebacks or ranks."""
         return self._of_program or self.n_progress > 0
 
-    def span(self) -> LogSpan | None:
+    def span(self) -> AttemptScope | None:
         """When and where the program ran that wrote the log; None if no program did."""
         if not self.is_of_program:
             return None
         settled = len(self._progressed) == SURVIVED_AFTER and self._progressed[0]
-        return LogSpan(
-            file=self.name,
+        return AttemptScope(
+            files=frozenset({self.name}),
             first_s=clock_of(self._first_clocked) if self._first_clocked else None,
             last_s=clock_of(self._clocked) if self._clocked else None,
             starts=self.n_progress > 0 and self._before_clock == 0,

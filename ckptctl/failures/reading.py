@@ -37,7 +37,7 @@ from ckptctl.failures.rank_dumps import (
     without_stale,
 )
 from ckptctl.failures.results import Evidence
-from ckptctl.failures.scope import placed, scope_of
+from ckptctl.failures.scope import bearing, scope_of
 from ckptctl.logs.log_lines import Deadline
 from ckptctl.logs.sources import changed_s, log_blocks
 from ckptctl.options import StorageOptions
@@ -217,7 +217,7 @@ def read_logs(
     dumps, stale = without_stale([*reading.dumps.values()])
     spans = (span for reader in logs if (span := reader.span()) is not None)
     scope = scope_of(spans, {reader.name: reader.has_zone for reader in logs})
-    found = [*placed([each for each in evidence if each.file in read], scope)]
+    found = [bearing(each, scope) for each in evidence if each.file in read]
     aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
     return LogEvidence(
         evidence=tuple(each for each, reason in found if not reason),

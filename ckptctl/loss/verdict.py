@@ -73,16 +73,15 @@ class LossVerdict(Ordered):
 
     def exit_code(self, *, strict: bool = False) -> int:
         """The exit code of `ckptctl loss`; with `strict`, `no-jump` is 31."""
-        if self is LossVerdict.NO_JUMP:
-            return 31 if strict else 0
-        return _EXIT_CODES[self]
+        if strict and self is LossVerdict.NO_JUMP:
+            return 31
+        return _EXIT_CODES.get(self, 0)
 
 
 _EXIT_CODES = {
     LossVerdict.DISCONTINUOUS: 30,
     LossVerdict.SUSPECT: 32,
     LossVerdict.INCONCLUSIVE: 31,
-    LossVerdict.CONTINUOUS: 0,
 }
 
 FORCES: Mapping[str, LossVerdict] = {
@@ -142,8 +141,7 @@ def assess(
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
     else:
-        replay = compare_replay(resume)
-        level = measure_level(resume.before, resume.after)
+        replay, level = compare_replay(resume), measure_level(resume.before, resume.after)
     lacking = list(without_loss(resume))
     counters = list(counter_checks(resume, replay, lacking))
     counters += [] if ledger is None else [ledger_check(resume, ledger)]
@@ -161,7 +159,10 @@ def assess(
         findings += check_throughput(resume)
     ordered = in_order(findings)
     faults = decide([*counters, *losses])
-    verdict = _verdict(ordered, replay, faults)
+    forced = [FORCES[finding.code] for finding in ordered if finding.code in FORCES]
+    is_proof = replay.is_proof and not _not_excluded(faults)
+    verdict = LossVerdict.CONTINUOUS if is_proof else LossVerdict.NO_JUMP
+    verdict = worst_of(forced or [verdict])
     return Assessment(
         verdict,
         _message(verdict, ordered, replay, level, faults),
@@ -184,14 +185,6 @@ def decisive(findings: Iterable[Finding], verdict: LossVerdict) -> Finding | Non
     order = list(FORCES)
     forcing = [finding for finding in findings if FORCES.get(finding.code) is verdict]
     return min(forcing, key=lambda finding: order.index(finding.code), default=None)
-
-
-def _verdict(findings: Iterable[Finding], replay: Replay, faults: Iterable[Fault]) -> LossVerdict:
-    forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
-    if forced:
-        return worst_of(forced)
-    is_proof = replay.is_proof and not _not_excluded(faults)
-    return LossVerdict.CONTINUOUS if is_proof else LossVerdict.NO_JUMP
 
 
 def _not_excluded(faults: Iterable[Fault]) -> list[Fault]:
@@ -405,9 +398,6 @@ _BY_NORM = {
 }
 
 
-_JUMPS = ("loss.jump", "loss.spike")
-
-
 def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield findings for what stops continuing behind the steps that agree."""
     if not later.after:
@@ -417,7 +407,7 @@ def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     # A rise that the steps logged twice hold as well belongs to the run.
     is_new = is_above(later.after, [row.before for row in replay.rows], level.noise)
     # The resume has worked so far, so a rise at the limit of what is usual is no evidence.
-    jumps = [each for each in of_level(later, level) if is_new and each.code in _JUMPS]
+    jumps = [each for each in of_level(later, level) if is_new and each.code != "loss.level-shift"]
     for finding in (*jumps, *check_grad_norm(later), *check_collapse(later)):
         yield Finding(
             "loss.later",
