@@ -527,26 +527,17 @@ def evidence_of(stall: Stall, file: str) -> Iterator[Evidence]:
         if stall.behind
         else ""
     )
+    rule, ranks = "hang", stall.ranks
+    description = "; ".join(filter(None, (absent, behind))) or "collectives did not complete"
     if stall.differing:
-        found = (
-            "mismatch",
-            "job-code",
-            Role.ROOT,
-            stall.differing,
-            "ranks called different collectives",
-        )
+        rule, ranks = "mismatch", stall.differing
+        description = "ranks called different collectives"
     elif stall.in_cycle:
-        found = ("cycle", "job-code", Role.SUSPECT, stall.in_cycle, "ranks wait for each other")
-    elif stall.ranks:
-        description = "; ".join(filter(None, (absent, behind)))
-        found = ("hang", "hang", Role.SUSPECT, stall.ranks, description)
-    else:
-        found = ("hang", "hang", Role.SUSPECT, (), "collectives did not complete")
-    rule, failure, role, ranks, description = found
+        rule, ranks, description = "cycle", stall.in_cycle, "ranks wait for each other"
     yield Evidence(
         rule=f"recorder.{rule}",
-        failure=failure,
-        role=role,
+        failure="hang" if rule == "hang" else "job-code",
+        role=Role.ROOT if stall.differing else Role.SUSPECT,
         description=description,
         file=file,
         line=0,

@@ -254,7 +254,6 @@ class Unwrapper:
     """Turns the bytes of one log, fed in pieces of any length, into those of its lines."""
 
     def __init__(self) -> None:
-        self._head: bytes | None = b""
         self._rest = b""
         self._is_tried = False
         self._n_tried = 0
@@ -263,43 +262,14 @@ class Unwrapper:
         self._part = ""
         self._order = _OrderDetector()
 
-    def feed(self, data: bytes) -> bytes:
+    def feed(self, data: bytes, *, is_last: bool = False) -> bytes:
         """The lines that these bytes complete."""
-        if self._head is not None:
-            self._head += data
-            return b"" if len(self._head) < _HEAD_BYTES else self._begin()
-        return self._take(data)
-
-    def end(self) -> bytes:
-        """The lines that waited for more bytes."""
-        out = b"" if self._head is None else self._begin()
-        out += b"" if self._is_tried else self._take(b"", is_last=True)
-        if self._document is not None:
-            return out + _lines_of(bytes(self._document))
-        rest, self._rest = self._rest, b""
-        if rest:
-            out += rest if self._is_plain else self._unwrapped(rest)
-        return out + self._order.end() + _utf8(self._part)
-
-    def _begin(self) -> bytes:
-        data, self._head = self._head or b"", None
-        return self._take(data.removeprefix(codecs.BOM_UTF8))
-
-    def _take(self, data: bytes, *, is_last: bool = False) -> bytes:
+        data, self._rest = self._rest + data, b""
         if self._is_plain:
-            data, self._rest = self._rest + data, b""
             return data
         if not self._is_tried:
-            data, self._rest = self._rest + data, b""
-            self._is_tried = len(data) >= _TRIED_BYTES or is_last
-            head = data[:MAX_RECORD].decode("utf-8", "replace")
-            if _DOCUMENT.match(head) is None:
-                self._is_tried = True
-            elif _OF_DOCUMENT.search(head):
-                self._is_tried = True
-                first, line_end, _ = head.partition("\n")
-                if not line_end or record_in(first) is None:
-                    self._document = bytearray()
+            data = data.removeprefix(codecs.BOM_UTF8)
+            self._try(data, is_last=is_last)
             if not self._is_tried:
                 self._rest = data
                 return b""
@@ -309,10 +279,33 @@ class Unwrapper:
                 return b""
             data, self._document, self._is_plain = bytes(self._document), None, True
             return data
-        whole, end, self._rest = (self._rest + data).rpartition(b"\n")
+        whole, end, self._rest = data.rpartition(b"\n")
         if len(self._rest) > MAX_RECORD:
             whole, end, self._rest = whole + end + self._rest, b"", b""
         return self._lines(whole.split(b"\n"), end) if whole or end else b""
+
+    def end(self) -> bytes:
+        """The lines that waited for more bytes."""
+        out = b"" if self._is_tried else self.feed(b"", is_last=True)
+        if self._document is not None:
+            return out + _lines_of(bytes(self._document))
+        rest, self._rest = self._rest, b""
+        if rest:
+            out += rest if self._is_plain else self._unwrapped(rest)
+        return out + self._order.end() + _utf8(self._part)
+
+    def _try(self, data: bytes, *, is_last: bool) -> None:
+        """Find out, once there are enough bytes, whether the log is a document of records."""
+        if len(data) < _HEAD_BYTES and not is_last:
+            return
+        head = data[:MAX_RECORD].decode("utf-8", "replace")
+        may_be_document = _DOCUMENT.match(head) is not None
+        self._is_tried = not may_be_document or len(data) >= _TRIED_BYTES or is_last
+        if may_be_document and _OF_DOCUMENT.search(head):
+            self._is_tried = True
+            first, line_end, _ = head.partition("\n")
+            if not line_end or record_in(first) is None:
+                self._document = bytearray()
 
     def _lines(self, lines: list[bytes], end: bytes) -> bytes:
         out = bytearray()

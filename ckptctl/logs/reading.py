@@ -67,6 +67,11 @@ class LogFormat:
         check_keys(self.keys or {})
 
     @property
+    def detected(self) -> bool:
+        """Whether the content of a log determines its format."""
+        return self.name is None and self.pattern is None
+
+    @property
     def names(self) -> Mapping[str, str]:
         """The names that replace those of the table, by their fields."""
         return with_ignored(self.keys or {}, self.ignored)
@@ -129,35 +134,28 @@ class LogReader:
         self.n_bytes += len(data)
         if self._deadline is not None:
             self._deadline.extend(len(data))
-        data = self._begun(data, _HEAD_BYTES)
-        yield from self._fed(data if self._unwrapper is None else self._unwrapper.feed(data))
+        yield from self._fed(data)
 
     def end(self) -> Iterator[Row | Marker]:
         """The rows and markers that waited for more bytes."""
-        data = self._begun(b"", 0)
-        if self._unwrapper is not None:
-            data = self._unwrapper.feed(data) + self._unwrapper.end()
-        yield from self._fed(data, 0)
+        yield from self._fed(b"", is_last=True)
         if self.log is not None:
             yield from self.log.end()
 
-    def _begun(self, data: bytes, n_needed: int) -> bytes:
-        """The bytes of the log that can be read now: its first ones show whether it is text."""
-        if self.log is not None or self._unwrapper is not None:
-            return data
-        data, self._head = self._head + data, b""
-        if len(data) < n_needed:
-            self._head = data
-            return b""
-        self.log = self._binary_log(data)
-        if self.log is None:
-            self._unwrapper = Unwrapper()
-        return data
-
-    def _fed(self, data: bytes, n_needed: int = _HEAD_BYTES) -> Iterator[Row | Marker]:
+    def _fed(self, data: bytes, *, is_last: bool = False) -> Iterator[Row | Marker]:
+        """The first bytes show whether the log is text, and the first of text which kind."""
+        if self.log is None and self._unwrapper is None:
+            data, self._head = self._head + data, b""
+            if len(data) < _HEAD_BYTES and not is_last:
+                self._head = data
+                return
+            self.log = self._binary_log(data)
+            self._unwrapper = Unwrapper() if self.log is None else None
+        if self._unwrapper is not None:
+            data = self._unwrapper.feed(data) + (self._unwrapper.end() if is_last else b"")
         if self.log is None:
             data, self._head = self._head + data, b""
-            if self._unwrapper is None or len(data) < n_needed:
+            if len(data) < _HEAD_BYTES and not is_last:
                 self._head = data
                 return
             self.log = self._text_log(data)
@@ -165,18 +163,17 @@ class LogReader:
             yield from self.log.feed(data)
 
     def _binary_log(self, head: bytes) -> Log | None:
-        name, pattern, keys = self._options.name, self._options.pattern, self._options.names
-        detected = name is None and pattern is None
-        if name == EventFile.format or (detected and is_event_file(head)):
+        name, keys = self._options.name, self._options.names
+        if name == EventFile.format or (self._options.detected and is_event_file(head)):
             return EventFile(self.name, keys)
-        if name == WandbFile.format or (detected and head.startswith(WANDB_MAGIC)):
+        if name == WandbFile.format or (self._options.detected and head.startswith(WANDB_MAGIC)):
             return WandbFile(self.name, keys)
         return None
 
     def _text_log(self, head: bytes) -> Log:
-        name, pattern, keys = self._options.name, self._options.pattern, self._options.names
-        detected = name is None and pattern is None
-        if name == TrainerState.format or (detected and is_document(self.name, head)):
+        name, keys = self._options.name, self._options.names
+        is_state = self._options.detected and is_document(self.name, head)
+        if name == TrainerState.format or is_state:
             return TrainerState(self.name, keys)
         before = None if self._earlier is None else self._earlier.log
         self._earlier = None
@@ -184,7 +181,7 @@ class LogReader:
         return TextLog(
             self.name,
             form=name,
-            pattern=pattern,
+            pattern=self._options.pattern,
             keys=keys,
             earlier=earlier,
             deadline=self._deadline,
