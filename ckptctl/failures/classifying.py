@@ -110,15 +110,16 @@ def _with_consequences(evidence: Sequence[Evidence]) -> list[Evidence]:
     ]
     return [
         replace(item, role=Role.CASCADE)
-        if item.rule in FOLLOWING and any(_may_follow(item, fault) for fault in faults)
+        if item.rule in FOLLOWING
+        and any(
+            (item.device, item.host) == (fault.device, fault.host)
+            and _may_be_the_same_moment(fault, item)
+            and _earlier(fault, item) is fault
+            for fault in faults
+        )
         else item
         for item in evidence
     ]
-
-
-def _may_follow(item: Evidence, fault: Evidence) -> bool:
-    same_device = item.device == fault.device and item.host == fault.host
-    return same_device and _may_be_the_same_moment(fault, item) and _earlier(fault, item) is fault
 
 
 _HARDWARE = ("infra-node", "infra-fabric")
@@ -334,7 +335,9 @@ def classify(
             f"the scheduler is one of {', '.join(SCHEDULERS)}, not {scheduler!r}",
             instead="--scheduler slurm",
         )
-    given = _given(exit_code, state, scheduler)
+    by_state = evidence_of_state(state) if state else None
+    by_exit = None if exit_code is None else evidence_of_exit(exit_code, scheduler)
+    given = [evidence for evidence in (by_state, by_exit) if evidence is not None]
     (storage,) = options_from(keywords, storage)
     read = read_logs(names, flight_recorder, storage, deadline_s)
     stall = guarded("comparing the dumps", partial(compare_dumps, read.dumps))
@@ -365,14 +368,6 @@ def most_decisive(classifications: Sequence[Classification]) -> Classification:
     decisive = decide(every).decisive
     same = (found for found in classifications if decisive in found.evidence[:1])
     return next(same, classifications[0])
-
-
-def _given(
-    exit_code: int | str | None, state: str | None, scheduler: str | None
-) -> tuple[Evidence, ...]:
-    by_state = evidence_of_state(state) if state else None
-    by_exit = evidence_of_exit(exit_code, scheduler) if exit_code is not None else None
-    return tuple(each for each in (by_state, by_exit) if each is not None)
 
 
 def _answer(
@@ -585,8 +580,5 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
 
 def evidence_of_state(state: str) -> Evidence | None:
     """The evidence from a SLURM state (`OUT_OF_MEMORY`) or a Kubernetes reason."""
-    reader = FailureLogReader("--state")
-    for form in (f"State={state}", f"Reason: {state}"):
-        for found in reader.take([(0, form)]):
-            return found
-    return None
+    lines = [(0, f"State={state}"), (0, f"Reason: {state}")]
+    return next(FailureLogReader("--state").take(lines), None)

@@ -444,7 +444,10 @@ class FailureLogReader:
     def _by_rule(
         self, number: int, line: LogLine, rule: Rule, message: str, *, in_traceback: bool
     ) -> Evidence | None:
-        part = _without_old_state(_around_literal(message, rule))
+        part = _OLD_STATE.sub(
+            lambda old: f"{old['verb']} to " if old["verb"] else f"{old['what']} ",
+            _around_literal(message, rule),
+        )
         match = rule.pattern.search(part)
         if match is None or not _may_speak(rule, line, part, match, ended=in_traceback):
             return None
@@ -528,12 +531,10 @@ def _held_by_others(message: str) -> bool:
 
 
 def _largest(pattern: re.Pattern[str], message: str) -> float:
+    """The largest size in bytes."""
     found = ([part for part in match.groups() if part] for match in pattern.finditer(message))
-    return max((_n_bytes(number, unit) for number, unit in found), default=0.0)
-
-
-def _n_bytes(number: str, unit: str) -> float:
-    return (finite(number) or 0.0) * _UNITS[unit[0]]
+    sizes = ((finite(number) or 0.0) * _UNITS[unit[0]] for number, unit in found)
+    return max(sizes, default=0.0)
 
 
 _CHECKS = {"held-by-others": _held_by_others}
@@ -552,18 +553,13 @@ def _around_literal(message: str, rule: Rule) -> str:
     return "…" + message[at - MAX_MATCHED // 2 : at + MAX_MATCHED // 2]
 
 
-# The state that a device, a port or a node has left: only the new one is reported.
+# The state that a device, a port or a node has left: `from A to B` reports B.
 _OLD_STATE = re.compile(
     r"\b(?P<verb>chang\w{1,3}|transition\w{0,5}|switch\w{1,3}|mov\w{1,3}|went|goes|state|status)"
     r" from .{1,60}? to (?=\S)|(?P<what>\b(?:state|status|health|condition)\b[\w .-]{0,40}[:=]) ?"
     r"[\w ]{1,40}? ?(?:->|=>|\u2192) ?",
     re.IGNORECASE,
 )
-
-
-def _without_old_state(message: str) -> str:
-    """The message without the state that something left: `from A to B` reports B."""
-    return _OLD_STATE.sub(lambda m: f"{m['verb']} to " if m["verb"] else f"{m['what']} ", message)
 
 
 def _may_speak(
@@ -683,9 +679,9 @@ def folded(readings: Iterator[tuple[FailureLogReader, Evidence]]) -> tuple[Evide
         before = kept.get(key)
         if before is None or reader.n_progress - before.n_progress >= SURVIVED_AFTER:
             count = 1 if before is None else before.evidence.count + 1
-            evidence = replace(found, count=count)
             kept[key] = _HeldEvidence(
-                reader, reader.n_progress, reader.n_ended, reader.n_back, evidence
+                *(reader, reader.n_progress, reader.n_ended, reader.n_back),
+                replace(found, count=count),
             )
         else:
             count = before.evidence.count + 1

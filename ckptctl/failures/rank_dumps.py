@@ -156,14 +156,11 @@ def read_dump(name: str, data: bytes) -> Dump:
     calls, uncounted = _calls(entry for entry in entries if isinstance(entry, dict))
     enqueued = dict(_enqueued(config, document.get("pg_status"), {call.group for call in calls}))
     members = dict(_members(config))
-    newest_s = _newest_s(entries)
+    times = (entry.get("time_created_ns") for entry in entries if isinstance(entry, dict))
+    newest_s = max(
+        (at / 1e9 for at in times if isinstance(at, int) and 0 < at <= MOST), default=None
+    )
     return Dump(clamped(found[1]), name, calls, members, uncounted, enqueued, newest_s)
-
-
-def _newest_s(entries: Sequence[object]) -> float | None:
-    times = (each.get("time_created_ns") for each in entries if isinstance(each, dict))
-    newest = max((at for at in times if isinstance(at, int) and 0 < at <= MOST), default=None)
-    return None if newest is None else newest / 1e9
 
 
 def _decoded(name: str, data: bytes) -> object:
@@ -249,8 +246,11 @@ def _call(entry: Mapping[object, object]) -> Call | None:
     name, description = group if isinstance(group, (list, tuple)) and len(group) == 2 else ("", "")
     profiled = str(entry.get("profiling_name", ""))
     operation = profiled.rpartition(":")[2]
-    pair = _PAIR.search(operation)
-    is_p2p = bool(entry.get("is_p2p")) and pair is not None
+    ends = None
+    if (pair := _PAIR.search(operation)) is not None:
+        first, second = clamped(pair[1]), clamped(pair[3])
+        ends = (first, second) if pair[2] == "->" else (second, first)
+    is_p2p = bool(entry.get("is_p2p")) and ends is not None
     sequence = entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")
     if not isinstance(sequence, int) or not 0 <= sequence <= MOST:
         return None
@@ -269,13 +269,8 @@ def _call(entry: Mapping[object, object]) -> Call | None:
         n_in=_n_elements(inputs),
         n_out=_n_elements(outputs),
         frame=_frame(entry.get("frames")),
-        pair=_sender_first(pair) if is_p2p and pair else None,
+        pair=ends if is_p2p else None,
     )
-
-
-def _sender_first(pair: re.Match[str]) -> tuple[int, int]:
-    first, second = clamped(pair[1]), clamped(pair[3])
-    return (first, second) if pair[2] == "->" else (second, first)
 
 
 def _list(value: object) -> list[object]:
@@ -609,10 +604,6 @@ class _Group:
         """
         return self.last(rank) >= sequence and not self.pending(rank, sequence)
 
-    def never_reached(self, rank: int, sequence: int) -> bool:
-        """Whether the rank did not reach the collective, also by what it states itself."""
-        return max(self.last(rank), self.enqueued.get(rank, -1)) < sequence
-
 
 def compare_dumps(dumps: Sequence[Dump]) -> Stall:
     """Compare the dumps, one per rank; of several for one rank the last counts.
@@ -715,7 +706,11 @@ def _collective(group: _Group, sequence: int) -> StalledCollective:
         types=first.types,
         frame=first.frame,
         joined=tuple(rank for rank in sorted(group.calls) if group.last(rank) >= sequence),
-        missing=tuple(rank for rank in sorted(group.calls) if group.never_reached(rank, sequence)),
+        missing=tuple(
+            rank
+            for rank in sorted(group.calls)
+            if max(group.last(rank), group.enqueued.get(rank, -1)) < sequence
+        ),
         differing=differing,
         behind=tuple(_behind(group)),
         without_dump=tuple(sorted({*group.members} - group.calls.keys())),
@@ -763,23 +758,18 @@ def _waits(
     # Each rank counts its own point-to-point operations, so the numbers of two ranks
     # cannot be compared; how many are pending can.
     pending = Counter(
-        (rank, sender, receiver)
+        (rank, of_group[call.pair[0]], of_group[call.pair[1]])
         for rank, dump in dumps.items()
         for call in dump.calls
-        if not call.done
-        for sender, receiver in _ends(call, members.get((call.group, rank), ()))
+        if not call.done and call.pair is not None
+        for of_group in [members.get((call.group, rank), ())]
+        if max(call.pair) < len(of_group)
     )
     for (rank, sender, receiver), n_pending in pending.items():
         peer = receiver if rank == sender else sender
         if n_pending > pending[(peer, sender, receiver)]:
             waits[rank].add(peer)
     return waits
-
-
-def _ends(call: Call, members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The sender and the receiver of a point-to-point operation, as ranks of the job."""
-    if call.pair is not None and max(call.pair) < len(members):
-        yield members[call.pair[0]], members[call.pair[1]]
 
 
 def _cycle(waits: Mapping[int, set[int]]) -> set[int]:

@@ -126,7 +126,8 @@ def bearing(evidence: Evidence, scope: AttemptScope) -> tuple[Evidence, str]:
         of_a_node = evidence.host is not None and evidence.failure == "infra-node"
         doubt = _place_doubt(evidence, scope) if of_a_node else ""
         return replace(evidence, doubt=_zone_doubt(evidence, scope) or doubt), ""
-    foreign = _process_of(evidence) if evidence.rule in _OF_A_PROCESS else ""
+    process = _PROCESS.search(evidence.text) if evidence.rule in _OF_A_PROCESS else None
+    foreign = next((name.strip() for name in process.groups() if name), "") if process else ""
     if foreign and not _IN_TRAINING.match(foreign) and not _is_ours(evidence, scope):
         return replace(suspicion, doubt=f"{foreign!r} is not known as a process of the job"), ""
     doubts = (_time_doubt(evidence, scope), _place_doubt(evidence, scope))
@@ -230,11 +231,6 @@ _JOB = re.compile(
 def jobs_in(text: str) -> frozenset[str]:
     """The numbers of batch jobs that a line or the name of a log has."""
     return frozenset(match[1] or match[2] for match in _JOB.finditer(text))
-
-
-def _process_of(evidence: Evidence) -> str:
-    match = _PROCESS.search(evidence.text)
-    return next((name.strip() for name in match.groups() if name), "") if match else ""
 
 
 def _is_ours(evidence: Evidence, scope: AttemptScope) -> bool:
