@@ -96,14 +96,11 @@ def printed(record: LogRecord) -> str:
     text = record.text.rstrip("\r\n").replace("\r\n", "\n").replace("\n", "\r")
     if not (text.startswith("{") or _CLOCK.match(text)):
         begin = split_launcher(text).begin  # the rank stays in front of the time
-        about = "".join(f"{each} " for each in (_stamp(record.time), record.level) if each)
+        time = None if record.time is None else moment(record.time)
+        stamp = "" if time is None else f"{time:%Y-%m-%dT%H:%M:%S.%f}Z"
+        about = "".join(f"{part} " for part in (stamp, record.level) if part)
         text = f"{text[:begin]}{about}{text[begin:]}"
     return f"[pod/{record.source}] {text}" if record.source else text
-
-
-def _stamp(seconds: float | None) -> str:
-    time = None if seconds is None else moment(seconds)
-    return "" if time is None else f"{time:%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
 def record_in(line: str, depth: int = _MAX_DEPTH) -> LogRecord | None:
@@ -219,10 +216,8 @@ def _records_in(value: object, depth: int = _MAX_DEPTH) -> Iterator[LogRecord]:
         if record is not None:
             yield record
         elif depth:
-            below = (value.get(key) for key in _LISTS)
-            for each in below:
-                if isinstance(each, (list, dict)):
-                    yield from _records_in(each, depth - 1)
+            for key in _LISTS:
+                yield from _records_in(value.get(key), depth - 1)
 
 
 def records_of(document: bytes) -> list[LogRecord]:
@@ -288,7 +283,9 @@ class Unwrapper:
         """The lines that waited for more bytes."""
         out = b"" if self._is_tried else self.feed(b"", is_last=True)
         if self._document is not None:
-            return out + _lines_of(bytes(self._document))
+            document = bytes(self._document)
+            lines = (_utf8(printed(record)) + b"\n" for record in records_of(document))
+            return out + (b"".join(lines) or document)
         rest, self._rest = self._rest, b""
         if rest:
             out += rest if self._is_plain else self._unwrapped(rest)
@@ -382,9 +379,3 @@ def unwrapped(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
-
-
-def _lines_of(document: bytes) -> bytes:
-    """The lines of a document with records; the document itself for any other."""
-    lines = (_utf8(printed(record)) + b"\n" for record in records_of(document))
-    return b"".join(lines) or document

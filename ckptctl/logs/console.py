@@ -541,22 +541,19 @@ class BlockReader(RankReader):
         """The row of the block that this line ends."""
         head = self._head.search(text) if self.format.hint in text else None
         is_inside = head is None and self._position is not None
-        if is_inside and (self._add(text) or self._n_others < self.format.gaps):
-            return ()
+        if is_inside:
+            metric = self._metric.match(text)
+            if metric is not None:
+                self._pairs.append((metric[1], metric[2]))
+                return ()
+            self._n_others += 1
+            if self._n_others < self.format.gaps:
+                return ()
         done = self.end()
         self._step = None if head is None else parse_step(head["step"])
         if self._step is not None:
             self._position, self._at, self._n_others = position, clock_in(text), 0
         return done
-
-    def _add(self, text: str) -> bool:
-        """Take the metric of a line into the block; False for any other line."""
-        metric = self._metric.match(text)
-        if metric is None:
-            self._n_others += 1
-            return False
-        self._pairs.append((metric[1], metric[2]))
-        return True
 
     def end(self) -> Sequence[Row]:
         """The row of the current block."""

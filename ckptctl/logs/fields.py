@@ -212,20 +212,25 @@ class RowMaker:
                 if number.value - number.value != 0.0 and field not in _DIVERGING:
                     continue  # NaN or infinite
                 values[field] = number
-        if "mfu" in values:
-            _set(values, "mfu", _fraction(values["mfu"], texts["mfu"]))
+        mfu = values.pop("mfu", None)
+        if mfu is not None and mfu.value > 1 and "%" not in texts["mfu"]:
+            mfu = _scaled(mfu, 0.01)  # in percent
+        if mfu is not None and 0 <= mfu.value <= 1:  # nanoGPT prints -100 % while it is unknown
+            values["mfu"] = mfu
         if "step_time_s" in values:
             if values["step_time_s"].value > _EPOCH_S:
                 del values["step_time_s"]
         elif "step_time_ms" in texts:
             number = parse_number(texts["step_time_ms"])
-            is_finite = number is not None and math.isfinite(number.value)
-            _set(values, "step_time_s", _scaled(number, 0.001) if number and is_finite else None)
-        if "at" in texts and (clock := parse_clock(texts["at"])) is not None:
-            at = clock
-        elif "step_time_s" in texts:
-            clock = _clock_among_durations(texts["step_time_s"])
-            at = at if clock is None else clock
+            if number is not None and math.isfinite(number.value):
+                values["step_time_s"] = _scaled(number, 0.001)
+        clock = parse_clock(texts["at"]) if "at" in texts else None
+        if clock is None and "step_time_s" in texts:
+            # A field such as `time` holds a duration in one log, and a time in another.
+            duration = finite(texts["step_time_s"])
+            if duration is None or duration > _EPOCH_S:
+                clock = parse_clock(texts["step_time_s"])
+        at = at if clock is None else clock
         interval = texts.get("interval")
         value = values.get
         return Row(  # by place: names take three times as long
@@ -242,21 +247,6 @@ class RowMaker:
         )
 
 
-def _set(values: dict[str, Number], field: str, number: Number | None) -> None:
-    if number is None:
-        values.pop(field, None)
-    else:
-        values[field] = number
-
-
-def _clock_among_durations(text: str) -> float | None:
-    """The time in a field such as `time`, which holds a duration in other logs."""
-    value = finite(text)
-    if value is None:
-        return clock_in(text)
-    return parse_clock(text) if value > _EPOCH_S else None
-
-
 def parse_step(text: str) -> int | None:
     """A step as printed: `1,200`, `0001200`, `1200.0`, `1200/5000`; None for anything else."""
     step = whole(text, least=-MOST)
@@ -268,13 +258,6 @@ def parse_step(text: str) -> int | None:
 
 def _scaled(number: Number, factor: float) -> Number:
     return Number(number.value * factor, number.quantum * factor)
-
-
-def _fraction(mfu: Number | None, text: str) -> Number | None:
-    # nanoGPT prints -100 % while it is unknown. A value above 1 is in percent.
-    if mfu is not None and mfu.value > 1 and "%" not in text:
-        mfu = _scaled(mfu, 0.01)
-    return mfu if mfu is not None and 0 <= mfu.value <= 1 else None
 
 
 def parse_clock(text: str) -> float | None:
@@ -353,8 +336,10 @@ def _power(text: str | None) -> int:
 
 def _unit(digits: str, power: int) -> float:
     """The value of one unit of the last digit; 0 for a whole float."""
-    if len(digits) > _WHOLE_DIGITS and _significant(digits) > _WHOLE_DIGITS:
-        return 0.0
+    if len(digits) > _WHOLE_DIGITS:
+        significant = digits.lstrip("+-0.").replace(".", "")
+        if len(significant) > _WHOLE_DIGITS:
+            return 0.0
     dot = digits.find(".")
     return power_of_ten(power if dot < 0 else power - (len(digits) - dot - 1))
 
@@ -373,10 +358,6 @@ def _not_finite(text: str) -> Number | None:
     if infinity:
         return Number(-math.inf if infinity["sign"] == "-" else math.inf, 0.0)
     return None
-
-
-def _significant(digits: str) -> int:
-    return len(digits.lstrip("+-0.").replace(".", ""))
 
 
 class Precision:

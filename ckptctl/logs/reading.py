@@ -316,10 +316,10 @@ def _in_order(
     if len(paths) < 2 or STDIN in paths:
         return paths, ""
     deadline = Deadline()
-    first = {
-        path: _first_clock(LogReader(path, log_format, deadline=deadline), storage)
-        for path in paths
-    }
+    first: dict[str, float | None] = {}
+    for path in paths:
+        items = _read(LogReader(path, log_format, deadline=deadline), storage, DamageLog())
+        first[path] = next((item.at for item in items if isinstance(item, Row)), None)
     # A time of the day without a date orders nothing.
     clocks = {path: at for path, at in first.items() if at is not None and at > _A_DAY_S}
     if len(clocks) == len(first):
@@ -346,13 +346,6 @@ def _rotated(path: str) -> tuple[bool, int, str]:
     digits = "".join(filter(str.isdigit, suffix.partition(".gz")[0]))
     number = clamped(digits) if digits else 0
     return not digits, number if len(digits) >= 6 else -number, path
-
-
-def _first_clock(reader: LogReader, storage: StorageOptions) -> float | None:
-    for item in _read(reader, storage, DamageLog()):
-        if isinstance(item, Row):
-            return item.at
-    return None
 
 
 def _why_nothing(readers: Sequence[LogReader]) -> str:

@@ -236,12 +236,6 @@ class TableReader(RecordReader):
         empty = [name for name, cell in zip(self._names, cells, strict=False) if not cell]
         return self._rows.add(pairs, position, empty=empty) if cells else ()
 
-    def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
-        # A sentence is not a header: between blanks, every cell must be a known name.
-        if delimiter is None:
-            return all(map(self._maker.field, names))
-        return all(map(plain_name, names[1:]))
-
     def _header(self, text: str) -> bool:
         # A job that resumes into the same file writes the header again.
         if not _STEP_WORD.search(text) and not self._maker.own:
@@ -250,7 +244,10 @@ class TableReader(RecordReader):
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
             fields = [self._maker.field(name) for name in cells]
-            if {"step", "loss"} <= {*fields} and self._are_names(cells, delimiter):
+            if not {"step", "loss"} <= {*fields}:
+                continue
+            # A sentence is not a header: between blanks, every cell must be a known name.
+            if all(fields) if delimiter is None else all(map(plain_name, cells[1:])):
                 self._names, self._delimiter = tuple(cells), delimiter
                 return True
         return False

@@ -87,17 +87,17 @@ def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
         if files is None:
             found.append(path)
         else:
-            names = [info.path for info in files if info.kind == "file"]
-            names = sorted((name for name in names if not _is_record(name)), key=natural)
+            # Files of ckptctl itself, such as the record of a resume, are no logs.
+            names = [
+                info.path
+                for info in files
+                if info.kind == "file" and ".ckptctl" not in info.path.split("/")[:-1]
+            ]
+            names.sort(key=natural)
             logs = _logs_among(path, names)
             _check_found(path, logs)
             found += logs
     return tuple(found)
-
-
-def _is_record(name: str) -> bool:
-    """Whether a file below a folder is one of ckptctl's own, such as the record of a resume."""
-    return ".ckptctl" in name.split("/")[:-1]
 
 
 def _check_found(folder: str, logs: Sequence[str]) -> None:

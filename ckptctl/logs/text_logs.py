@@ -47,12 +47,7 @@ HINTS = (*(hint.encode() for hint in TABLE.marker_hints), b"accumulate_grad_batc
 """Every marker's line contains one of these literals; other lines are not matched."""
 
 _ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
-
-
-def accumulated_in(text: str) -> int | None:
-    """How many batches make one step of Lightning, where a line shows its setting."""
-    match = _ACCUMULATED.search(text)
-    return max(1, clamped(match[1])) if match else None
+"""The setting of Lightning that states how many batches make one step."""
 
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
@@ -418,7 +413,12 @@ class TextLog(Log):
             else:
                 continue
             self._n_read += 1
-            if self._n_read % _LINES_PER_CHECK == 0 and self._is_late(number):
+            is_checked = self._n_read % _LINES_PER_CHECK == 0
+            if is_checked and self._deadline is not None and self._deadline.passed():
+                self.damage = (
+                    f"reading stopped at line {number:,}, because it took longer than any log of "
+                    "this size"
+                )
                 return
 
     def _may_have_row(self, text: str) -> bool:
@@ -427,23 +427,13 @@ class TextLog(Log):
         hints = self._chosen.hints
         return hints[0] in text or hints[-1] in text
 
-    def _is_late(self, number: int) -> bool:
-        """Whether reading has to stop at this line."""
-        if self._deadline is None or not self._deadline.passed():
-            return False
-        self.damage = (
-            f"reading stopped at line {number:,}, because it took longer than any log of this size"
-        )
-        return True
-
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         launched = split_launcher(text)
         rest = text[launched.begin :][:MAX_MATCHED]
-        accumulated = accumulated_in(rest)
-        if accumulated is not None:
-            self._accumulated = accumulated
+        if (match := _ACCUMULATED.search(rest)) is not None:
+            self._accumulated = max(1, clamped(match[1]))
             for reader in self._line_readers():
-                reader.accumulated = accumulated
+                reader.accumulated = self._accumulated
         marker = read_marker(rest, LogPosition(self._name, number))
         if marker is None:
             yield from self._rows(text, number)
@@ -486,7 +476,9 @@ class TextLog(Log):
                 self.pattern = pattern_for(text[:MAX_MATCHED])
         rank = launched.source
         if self._incomplete and rank == _NO_RANK:
-            rank = self._open_rank()
+            # The continuation of a line that a terminal wrapped has no prefix.
+            ranks = {rank for _, rank in self._incomplete}
+            rank = ranks.pop() if len(ranks) == 1 else _NO_RANK
         position = LogPosition(self._name, number)
         if self._chosen is None:
             return self._rows_of_any(text, rank, position)
@@ -544,11 +536,6 @@ class TextLog(Log):
             reader.accumulated = self._accumulated
             reader.resume(self._resumed)
         return reader
-
-    def _open_rank(self) -> Rank:
-        # The continuation of a line that a terminal wrapped has no prefix.
-        ranks = {rank for _, rank in self._incomplete}
-        return ranks.pop() if len(ranks) == 1 else _NO_RANK
 
     def _found(self, form: TextFormat, rank: Rank, row: Row) -> Iterator[Row | Marker]:
         if self._chosen is None:
