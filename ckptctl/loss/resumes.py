@@ -499,7 +499,7 @@ def read_resume_report(
             if not files:
                 raise PathNotFound(folder)
             url = join_url(folder, files[0])
-            return _parsed(url, own.read_report(store, files[0]))
+            report = own.read_report(store, files[0])
         except OwnFileUnreadable as error:
             if or_none and attempts:
                 return None
@@ -509,9 +509,6 @@ def read_resume_report(
                 f"{path}: no resume report found; name the step of the checkpoint with "
                 "--resume-step"
             ) from error
-
-
-def _parsed(url: str, report: own.ResumeFields) -> ResumeReport:
     if report.schema != own.REPORT_SCHEMA:
         raise UsageError(f"{url}: not a resume report (schema {own.REPORT_SCHEMA})")
     resume_point = None

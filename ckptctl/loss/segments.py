@@ -225,7 +225,10 @@ class Splitter:
             self._n_short = self._n_short + 1 if short else 0
             self._interleaved = self._interleaved or self._n_short >= _MIN_SHORT_SEGMENTS
         self._n_segments += 1
-        self._open = _OpenSegment(boundary, _start_marker(self._markers), self._around)
+        # Of several lines the last one that names a step counts.
+        named = [marker for marker in self._markers if marker.step is not None or marker.fresh]
+        marker = next(reversed(named or self._markers), None)
+        self._open = _OpenSegment(boundary, marker, self._around)
         self._markers = []
         return self._open
 
@@ -300,7 +303,8 @@ class _OpenSegment:
 
     def add(self, row: Row) -> None:
         if self.n_rows and row.step == self.last.step:
-            self._replace_last(_merged(self.last, row))
+            self.last = _merged(self.last, row)
+            (self._last or self._first)[-1] = self.last
             return
         self.n_rows += 1
         self.last = row
@@ -325,13 +329,6 @@ class _OpenSegment:
                 self._finite = oldest
         self._last.append(row)
 
-    def _replace_last(self, row: Row) -> None:
-        self.last = row
-        for kept in (self._last, self._first):
-            if kept:
-                kept[-1] = row
-                return
-
 
 def _is_history(row: Row) -> bool:
     return row.position.file.endswith("trainer_state.json")
@@ -353,14 +350,6 @@ def _value(field: object) -> object:
 
 
 _COMPARED = tuple(name for name in Row.__struct_fields__ if name not in ("position", "interval"))
-
-
-def _start_marker(markers: list[Marker]) -> Marker | None:
-    """The last of several lines that names a step, else the last one."""
-    named = [marker for marker in markers if marker.step is not None or marker.fresh]
-    if named or markers:
-        return (named or markers)[-1]
-    return None
 
 
 def _merged(row: Row, more: Row) -> Row:
