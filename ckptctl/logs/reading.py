@@ -89,7 +89,7 @@ class LogReader:
     `name` is the file as the caller named it; it is part of the position of each row.
     The iterator that `feed` returns must be exhausted before the next call. Where a log
     is rotated, call `end` and continue with a new reader, to which this one is `earlier`.
-    After the `deadline` no further line is read, and `damage` states it.
+    After the `deadline` no further line is read, and `log.damage` states it.
     """
 
     def __init__(
@@ -106,28 +106,9 @@ class LogReader:
         self._options = log_format or LogFormat()
         self._head = b""
         self._unwrapper: Unwrapper | None = None
-        self.log: Log | None = None
-        """The log, once its first bytes are known."""
-
-    @property
-    def format(self) -> str | None:
-        """The format of the log; None until it is detected."""
-        return None if self.log is None else self.log.format
-
-    @property
-    def other_ranks(self) -> OtherRanks | None:
-        """What the ranks logged whose rows are dropped; None where ranks are not distinguished."""
-        return self.log.other_ranks if isinstance(self.log, TextLog) else None
-
-    @property
-    def used(self) -> frozenset[str]:
-        """The plain names of the key map that the log has had so far."""
-        return frozenset() if self.log is None else self.log.used
-
-    @property
-    def damage(self) -> str | None:
-        """Why reading stopped before the end; None where it did not."""
-        return None if self.log is None else self.log.damage
+        self._is_begun = False
+        self.log = Log()
+        """The log; without a format until its first bytes are known."""
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
@@ -139,26 +120,23 @@ class LogReader:
     def end(self) -> Iterator[Row | Marker]:
         """The rows and markers that waited for more bytes."""
         yield from self._fed(b"", is_last=True)
-        if self.log is not None:
-            yield from self.log.end()
+        yield from self.log.end()
 
     def _fed(self, data: bytes, *, is_last: bool = False) -> Iterator[Row | Marker]:
         """The first bytes show whether the log is text, and the first of text which kind."""
-        if self.log is None and self._unwrapper is None:
-            data, self._head = self._head + data, b""
-            if len(data) < _HEAD_BYTES and not is_last:
-                self._head = data
-                return
-            self.log = self._binary_log(data)
-            self._unwrapper = Unwrapper() if self.log is None else None
         if self._unwrapper is not None:
             data = self._unwrapper.feed(data) + (self._unwrapper.end() if is_last else b"")
-        if self.log is None:
+        if not self._is_begun:
             data, self._head = self._head + data, b""
             if len(data) < _HEAD_BYTES and not is_last:
                 self._head = data
                 return
-            self.log = self._text_log(data)
+            log = self._binary_log(data) if self._unwrapper is None else self._text_log(data)
+            if log is None:
+                self._unwrapper = Unwrapper()
+                yield from self._fed(data, is_last=is_last)
+                return
+            self.log, self._is_begun = log, True
         if data:
             yield from self.log.feed(data)
 
@@ -279,8 +257,8 @@ def read_logs(
                 has_loss = has_loss or item.has_loss
                 notes.at_end = False
             yield item
-    notes.other_ranks = readers[-1].other_ranks
-    notes.unused_keys += log_format.unused_keys(reader.used for reader in readers)
+    notes.other_ranks = readers[-1].log.other_ranks
+    notes.unused_keys += log_format.unused_keys(reader.log.used for reader in readers)
     if not has_loss:
         raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))
 
@@ -292,8 +270,8 @@ def _read(
     try:
         for piece in read_pieces(reader.name, storage, LogUnreadable):
             yield from reader.feed(piece)
-            if reader.damage is not None:
-                stopped = LogUnreadable(f"{reader.name}: {reader.damage}; the rest was not read")
+            if (damaged := reader.log.damage) is not None:
+                stopped = LogUnreadable(f"{reader.name}: {damaged}; the rest was not read")
                 break
     except LogUnreadable as error:
         stopped = error
@@ -351,7 +329,7 @@ def _rotated(path: str) -> tuple[bool, int, str]:
 def _why_nothing(readers: Sequence[LogReader]) -> str:
     names = readers[0].name if len(readers) == 1 else f"{len(readers)} logs"
     n_bytes = sum(reader.n_bytes for reader in readers)
-    logs = [reader.log for reader in readers if reader.log is not None]
+    logs = [reader.log for reader in readers]
     lost = sum(log.n_without_step for log in logs)
     found = sorted({log.format for log in logs if log.format is not None})
     if not n_bytes:
@@ -373,7 +351,7 @@ def _why_nothing(readers: Sequence[LogReader]) -> str:
 
 def _pattern_command(readers: Sequence[LogReader]) -> str | None:
     """The command that reads an unknown format; None where the format is not the problem."""
-    logs = [reader.log for reader in readers if reader.log is not None]
+    logs = [reader.log for reader in readers]
     if not any(reader.n_bytes for reader in readers) or any(log.n_without_step for log in logs):
         return None
     if any(log.format == "pattern" for log in logs):

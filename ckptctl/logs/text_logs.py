@@ -353,6 +353,7 @@ class TextLog(Log):
         self._keys = keys
         self._splitter = LineSplitter()
         self._ranks = RankDeduplicator(None if earlier is None else earlier._ranks)
+        self.other_ranks = self._ranks.others
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
@@ -384,11 +385,6 @@ class TextLog(Log):
         self.n_without_step = sum(
             reader.n_without_step for reader in readers if isinstance(reader, HfConsoleReader)
         )
-
-    @property
-    def other_ranks(self) -> OtherRanks:
-        """What the ranks logged whose rows are dropped."""
-        return self._ranks.others
 
     @property
     def used(self) -> frozenset[str]:

@@ -108,7 +108,7 @@ class _Tail:
     @property
     def used(self) -> frozenset[str]:
         """The plain names of the key map that the log has had so far, before a rotation too."""
-        return self._used | self.reader.used
+        return self._used | self.reader.log.used
 
     def new_items(self) -> Iterator[Row | Marker]:
         """The rows and markers that were added since the last call."""
@@ -228,7 +228,7 @@ def follow_loss(
             unused: list[str] = []
             if parts.n_rows and log_format is not None:
                 unused = log_format.unused_keys(tail.used for tail in tails)
-            notes = DamageLog(unused_keys=unused, other_ranks=tails[-1].reader.other_ranks)
+            notes = DamageLog(unused_keys=unused, other_ranks=tails[-1].reader.log.other_ranks)
             report = check_split(parts, options, logs=logs, may_divide=may_divide, damage=notes)
         yield report
         # Rows that one log for all attempts held at the start can be those of an attempt before
