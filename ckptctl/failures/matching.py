@@ -732,9 +732,7 @@ _RECOVERED = "storage.recovered"
 
 
 def _weaken(
-    kept: dict[tuple[object, ...], _HeldEvidence],
-    reader: FailureLogReader,
-    recovered: Evidence,
+    kept: dict[tuple[object, ...], _HeldEvidence], reader: FailureLogReader, recovered: Evidence
 ) -> None:
     """Make suspicions of what the kernel reported of a file system that answers again.
 

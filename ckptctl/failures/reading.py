@@ -41,12 +41,7 @@ from ckptctl.failures.scope import bearing, scope_of
 from ckptctl.logs.log_lines import Deadline
 from ckptctl.logs.sources import changed_s, log_blocks
 from ckptctl.options import StorageOptions
-from ckptctl.storage.logs import (
-    STDIN,
-    logs_below,
-    read_bytes,
-    read_head,
-)
+from ckptctl.storage.logs import STDIN, logs_below, read_bytes, read_head
 from ckptctl.storage.opening import local_path
 from ckptctl.storage.shared_places import FoundIn, owner_of
 

@@ -197,12 +197,7 @@ class RowMaker:
         return False
 
     def row_of(
-        self,
-        step: int,
-        position: LogPosition,
-        texts: Mapping[str, str],
-        *,
-        at: float | None = None,
+        self, step: int, position: LogPosition, texts: Mapping[str, str], *, at: float | None = None
     ) -> Row:
         """The row of a step with the values in these texts of its fields."""
         values: dict[str, Number] = {}

@@ -16,13 +16,7 @@ from ckptctl.logs.collectors import unwrapped
 from ckptctl.logs.log_lines import Line, LineSplitter
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import whole
-from ckptctl.storage.logs import (
-    errors_of_storage,
-    files_below,
-    found_below,
-    is_binary,
-    read_pieces,
-)
+from ckptctl.storage.logs import errors_of_storage, files_below, found_below, is_binary, read_pieces
 from ckptctl.storage.opening import base_name, join_url, local_path
 from ckptctl.storage.shared_places import FoundIn, open_found
 

@@ -469,9 +469,7 @@ def _no_resume(
 
 
 def _next_commands(
-    verdict: LossVerdict,
-    deciding: Finding | None,
-    report: ResumeReport | None,
+    verdict: LossVerdict, deciding: Finding | None, report: ResumeReport | None
 ) -> tuple[str, ...]:
     if verdict is LossVerdict.CONTINUOUS:
         return ()

@@ -35,15 +35,7 @@ from ckptctl.loss.level import (
     rounding_of,
     share,
 )
-from ckptctl.loss.replay import (
-    EXACT,
-    FINE,
-    FINE_DIGITS,
-    GOOD_ROWS,
-    Agreement,
-    Replay,
-    RowOrigin,
-)
+from ckptctl.loss.replay import EXACT, FINE, FINE_DIGITS, GOOD_ROWS, Agreement, Replay, RowOrigin
 from ckptctl.loss.resumes import LoggedResume
 
 # A loss that does not fall still shows how far the learning rate is below its peak. Among

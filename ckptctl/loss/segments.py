@@ -312,10 +312,7 @@ class _OpenSegment:
 
     def segment(self, number: int) -> Segment:
         rows = (*self._first, *self._pinned, *self._last)
-        return Segment(
-            *(number, self._boundary, rows, self.n_rows),
-            *(self._marker, self._finite),
-        )
+        return Segment(*(number, self._boundary, rows, self.n_rows), *(self._marker, self._finite))
 
     def _keep(self, row: Row) -> None:
         if len(self._first) < KEEP_FIRST:

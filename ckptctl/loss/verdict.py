@@ -26,13 +26,7 @@ from ckptctl.loss.counters import (
     rank_findings,
     without_loss,
 )
-from ckptctl.loss.evidence import (
-    REQUIRED,
-    SMALLEST_JUMP,
-    Fault,
-    decide,
-    loss_checks,
-)
+from ckptctl.loss.evidence import REQUIRED, SMALLEST_JUMP, Fault, decide, loss_checks
 from ckptctl.loss.level import (
     LEAST_RISE,
     MIN_BEFORE,
@@ -78,11 +72,7 @@ class LossVerdict(Ordered):
         return _EXIT_CODES.get(self, 0)
 
 
-_EXIT_CODES = {
-    LossVerdict.DISCONTINUOUS: 30,
-    LossVerdict.SUSPECT: 32,
-    LossVerdict.INCONCLUSIVE: 31,
-}
+_EXIT_CODES = {LossVerdict.DISCONTINUOUS: 30, LossVerdict.SUSPECT: 32, LossVerdict.INCONCLUSIVE: 31}
 
 FORCES: Mapping[str, LossVerdict] = {
     code: verdict
@@ -133,9 +123,7 @@ class Assessment:
 
 
 def assess(
-    resume: LoggedResume,
-    ledger: LedgerAnswer | None = None,
-    other_ranks: OtherRanks | None = None,
+    resume: LoggedResume, ledger: LedgerAnswer | None = None, other_ranks: OtherRanks | None = None
 ) -> Assessment:
     """Assess one resume, with what the data ledger of the run and the dropped ranks show."""
     if resume.restarted:
@@ -372,10 +360,7 @@ _MEANINGS = {
         "loss.drift",
         "the same weights and data, but another update (optimizer, learning rate)",
     ),
-    Agreement.HIGHER: (
-        "loss.higher",
-        "the same batches at a higher loss",
-    ),
+    Agreement.HIGHER: ("loss.higher", "the same batches at a higher loss"),
     Agreement.LOWER: ("loss.lower", "the same batches at a lower loss"),
     Agreement.DIFFERENT: (
         "loss.differs",
