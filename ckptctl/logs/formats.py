@@ -1,7 +1,8 @@
 """The programs that print a training step as text, and the lines that mark the start of a process.
 
 `formats.toml` is the table: `console` reads the lines of steps, `fields` the names of metrics,
-`text_logs` the markers. Programs that save no checkpoints of several ranks are left out.
+`text_logs` the markers, `log_lines` the prefixes of lines. Programs that save no checkpoints of
+several ranks are left out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from importlib import resources
 
 import msgspec
+
+from ckptctl.logs.clocks import CLOCK, MONTH, ZONE
 
 Pattern = str | tuple[str, ...]
 """A regular expression, or the parts of one."""
@@ -78,12 +81,14 @@ class MarkerFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FormatTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The entries of `formats.toml`.
 
-    Each line of a marker contains one of `marker_hints`; the first marker that matches counts.
+    Each line of a marker contains one of `marker_hints`; the first marker that matches counts. A
+    pattern of `prefixes` matches what is in front of a line; its groups name the parts.
     """
 
     fields: Mapping[str, str]
     fragments: Mapping[str, str]
     marker_hints: tuple[str, ...]
+    prefixes: tuple[str, ...]
     lines: tuple[LineFormat, ...]
     blocks: tuple[BlockFormat, ...]
     markers: tuple[MarkerFormat, ...]
@@ -92,6 +97,7 @@ class FormatTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _table() -> FormatTable:
     text = (resources.files("ckptctl.logs") / "formats.toml").read_text("utf-8")
     fragments = msgspec.toml.decode(text.partition("\n[[")[0])["fragments"]
+    fragments = {"clock": CLOCK, "zone": ZONE, "month": MONTH, **fragments}
     for name, fragment in reversed(fragments.items()):
         text = text.replace(f"<<{name}>>", fragment)
     return msgspec.toml.decode(text, type=FormatTable)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.logs.clocks import CLOCK, MONTH, ZONE, seconds_of, time_of
+from ckptctl.logs.clocks import seconds_of, time_of
+from ckptctl.logs.formats import TABLE
 from ckptctl.outside_numbers import whole
 from ckptctl.storage.logs import MAX_LINE, MAX_MATCHED
 
@@ -244,74 +245,7 @@ _LEVELS: Mapping[str, int] = {
         ("ERROR", "ERR", "CRITICAL", "FATAL", "EXCEPTION", "E", "F", "C", "CRIT"), ERROR
     ),
 }
-_DAYS = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
-_LEVEL_WORDS = "DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|EXCEPTION"
-_LOUD = "WARN|ERROR|INFO|TRACE|CALL|VERSION"
-_PROGRAMS = (
-    "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
-    "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
-)
-# The tag of syslog behind the host; the kernel's messages about programs begin in the same way.
-_KEPT_TAGS = rf"(?:{_PROGRAMS}|mmfs\w*|beegfs\w*|weka\w*)\b"
-_TAG = rf"(?!{_KEPT_TAGS})[\w./-]{{1,48}}\[\d{{1,9}}\]: (?!segfault at)"
-_BEFORE_TAG = r"(?=[\w./-]+(?:\[\d+\])?:)"
-_OF_A_TRACEBACK = r"(?=Traceback |\s+\S|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b)"
-# Each pattern removes one prefix; its groups name the parts.
-_PREFIXES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
-        rf"\s{{0,4}}(?:{_DAYS},? )?"
-        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + CLOCK + ZONE + r"[\])]?"
-        rf"(?:\s*[|,:-]+\s+|:|\s+|$)(?:(?P<host>[A-Za-z0-9][\w.-]{{0,252}}) {_TAG})?",
-        # 11/20/2026 03:12:44 of transformers' examples
-        r"[\[(]?(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}),? " + CLOCK + r"[\])]?(?:\s*[|,:-]+\s+|\s+)",
-        # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
-        r"(?P<y>\d{4})-" + MONTH + r"-(?P<d>\d\d) " + CLOCK + r" \d+:\d+ +"
-        r"(?:\[(?P<nccl>\d+)\] )?",
-        # [2026-11-20 03:12:44,123 E 900 901] of Ray's processes
-        r"\[(?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d) " + CLOCK + r" (?P<level>[DIWEC]) \d+ \d+\] ",
-        # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
-        r"\[[A-Z][a-z]{2} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
-        MONTH + r" +(?P<d>\d+) " + CLOCK + rf" (?P<host>[\w.-]+) (?:{_TAG}|{_BEFORE_TAG})",
-        # Fri Nov 20 03:12:44 2026 of `date` and ctime, Nov 20 03:12:44
-        rf"{_DAYS} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r"(?: [A-Z]{3,4})? (?P<y>\d{4})[ :,-]+",
-        rf"(?:{_DAYS} )?" + MONTH + r" +(?P<d>\d+) " + CLOCK + r"[ :,|-]+",
-        # torchtitan names itself between the rank and the time.
-        r"\[titan\] ",
-        rf"(?P<host>[A-Za-z0-9][\w.-]*) (?=(?:{_PROGRAMS})(?:\[\d+\])?:)",
-        # <30>1 2026-11-20T03:12:44.123Z node017 train 71 - - of RFC 5424
-        r"1 (?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d)T" + CLOCK + ZONE + r" (?P<host>[\w.-]+)"
-        r" \S{1,48} \S{1,128} \S{1,32} (?:-|\[[^\]]{0,400}\]) (?:\ufeff)?",
-        # stern: the pod and the container
-        r"(?P<host>[a-z][a-z0-9.-]{1,80}-[a-z0-9]{1,10}) [a-z][a-z0-9-]{0,62} " + _OF_A_TRACEBACK,
-        r"(?P<kernel>kernel): ",
-        r"(?:kern|daemon|user)\s*:(?P<syslog>\w+)\s*: ",
-        r"<\d+>",
-        r"\[\s*\d+\.\d{1,9}\](?:\[\s*[TC]?\d+\])? (?P<kernel>)",
-        # [rank3]:[E1120 03:12:44.123456 ProcessGroupNCCL.cpp:632] and absl's E1120 ... file:1].
-        # torch writes the month without a zero, and before 2.2 no time.
-        r"\[?(?P<level>[IWEF])(?P<mo>\d\d?)(?P<d>\d\d) " + CLOCK + r" +(?:\d+ +)?"
-        r"[\w./<>-]+:\d+\]\s*",
-        r"\[(?P<level>[IWEF]) [\w./<>-]+\.(?:cc|cpp|cu|h):\d+\]\s*",
-        # Ray's own process
-        r"\(raylet(?:, ip=(?P<host>[\d.]+))?\) ?",
-        # node017:1234:1300 [3] NCCL WARN, with or without file:line
-        r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<nccl>-?\d+)\] (?=.{0,80}\bNCCL )",
-        # CCOM is Neuron's.
-        r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?(?:NCCL|CCOM) (?P<loud>" + _LOUD + r")\b ?",
-        # levels and loggers; the name of a logger before a traceback, on each line of it
-        rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?[ :|-]{{1,4}}[a-z_][\w.]*: " + _OF_A_TRACEBACK,
-        rf"(?:\| )?[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
-        r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
-        r"[\w.]+ (?:- |\| )(?=[\[(]?(?:" + _LEVEL_WORDS + r")\b)",
-        # TensorFlow writes one letter for the level.
-        r"(?P<level>[IWEF]) (?=[\w./-]{1,200}\.cc:\d)",
-        r"\[?[\w./<>-]+\.(?:py|cc|cpp|cu|go|rs|c):\d+(?::[\w<>]+)?\]?(?::\d+)?(?:\s*[:|-])?\s+",
-        r"\[(?:[a-z_]\w*\.)+\w+\]\s*",
-        r"(?:- )+",
-    )
-)
+_PREFIXES = tuple(map(re.compile, TABLE.prefixes))
 # A line of an object that is printed over several lines, as torch's error handler prints one.
 _MEMBER = re.compile(
     r'\s{0,40}"(?:message|msg|error|exception|exc_info|py_callstack|traceback|log|textPayload)"'
