@@ -15,7 +15,7 @@ import shlex
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
@@ -478,15 +478,6 @@ _MAX_TEXT = 1000
 _MOST_NODES = 64
 
 
-@dataclass(slots=True)
-class _Found:
-    """What the evidence names of one node."""
-
-    devices: dict[str, None] = field(default_factory=dict)
-    ranks: dict[int, None] = field(default_factory=dict)
-    confidence: str = CONFIDENCES[0]
-
-
 def suspects_in(
     evidence: Iterable[tuple[Evidence, str]], hosts: Mapping[int, str]
 ) -> tuple[Suspect, ...]:
@@ -494,21 +485,24 @@ def suspects_in(
 
     Each evidence has its confidence. `hosts` are the nodes of ranks that the logs show.
     """
-    found: dict[str | None, _Found] = defaultdict(_Found)
+    suspects: dict[str | None, Suspect] = {}
     for each, confidence in evidence:
         ranks = each.ranks if each.rank is None else (*each.ranks, each.rank)
         for node, of_node in _places(each, ranks, hosts):
-            at = found[node]
-            at.devices |= dict.fromkeys([each.device] if each.device else [])
-            at.ranks |= dict.fromkeys(of_node)
-            at.confidence = max(at.confidence, confidence, key=CONFIDENCES.index)
-    named = {device for node, at in found.items() if node is not None for device in at.devices}
-    return tuple(
-        Suspect(node, tuple(at.devices), tuple(at.ranks), at.confidence)
-        for node, at in found.items()
-        # The same device may be named with and without its node.
-        if node is not None or len(found) == 1 or at.ranks or at.devices.keys() - named
-    )
+            known = suspects.get(node, Suspect(node, (), (), CONFIDENCES[0]))
+            suspects[node] = Suspect(
+                node,
+                tuple(dict.fromkeys((*known.devices, *([each.device] if each.device else [])))),
+                tuple(dict.fromkeys((*known.ranks, *of_node))),
+                max(known.confidence, confidence, key=CONFIDENCES.index),
+            )
+    # The same device may be named with and without its node.
+    named = {device for node, each in suspects.items() if node for device in each.devices}
+    nowhere = suspects.get(None)
+    is_alone = len(suspects) == 1
+    if nowhere and not (is_alone or nowhere.ranks or {*nowhere.devices} - named):
+        del suspects[None]
+    return tuple(suspects.values())
 
 
 def _places(

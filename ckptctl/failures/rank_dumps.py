@@ -26,6 +26,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 from ckptctl.errors import CkptctlError
@@ -282,13 +283,10 @@ def _shapes(sizes: object) -> str:
 
 
 def _n_elements(sizes: object) -> int:
-    total = 0
-    for each in _list(sizes):
-        n = 1
-        for size in _list(each)[:16]:
-            n *= size if isinstance(size, int) and abs(size) <= MOST else 0
-        total += n
-    return total
+    return sum(
+        prod(n if isinstance(n, int) and abs(n) <= MOST else 0 for n in _list(size)[:16])
+        for size in _list(sizes)
+    )
 
 
 def _frame(frames: object) -> str | None:

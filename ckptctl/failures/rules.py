@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from importlib import resources
 from itertools import accumulate
 
@@ -24,7 +24,7 @@ import msgspec
 from ckptctl.failures.results import Role
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Patterns in the text of a line, and the evidence that they give.
 
     One of `patterns` is searched for, ignoring case, in the message, without timestamps,
@@ -63,16 +63,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     action: str = ""
     restart: str = ""
 
-    @property
+    @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """All patterns as one."""
-        return _compiled(self.patterns)
-
-
-@cache
-def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    # On first use: compiling every rule takes 100 ms.
-    return re.compile("|".join(patterns), re.IGNORECASE)
+        """All patterns as one, on first use: compiling every rule takes 100 ms."""
+        return re.compile("|".join(self.patterns), re.IGNORECASE)
 
 
 RULES = msgspec.json.decode(

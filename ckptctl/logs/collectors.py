@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.logs.clocks import time_of
-from ckptctl.logs.log_lines import LEVEL_KEYS, TIME_KEYS, keys, split_launcher
+from ckptctl.logs.log_lines import KEYS, split_launcher
 from ckptctl.outside_numbers import moment, whole
 
 MAX_RECORD = 4 << 20
@@ -37,32 +37,7 @@ _MAX_DEPTH = 4
 _FULL_PART = 16_000
 """Docker divides a line after 16 KiB; a shorter record without a line end is a whole line."""
 
-_OF_ONE = keys("textPayload MESSAGE @message _raw LogEntry LogMessage")
-_OF_MANY = keys("log line message msg text body")
-"""Keys of the line. Programs that log in JSON use those of `_OF_MANY`, too."""
-_COLLECTORS = frozenset(
-    keys(
-        """stream kubernetes docker container_name container_id source_type tags insertId logName
-        ingestionTime eventId logStreamName logStream labels ddsource ddtags service fields resource
-        _index @version attrs"""
-    )
-)
-"""Keys that a collector adds to the line."""
-_PROGRAMS = frozenset(
-    keys(
-        """exc_info stack_trace traceback error exception extraInfo event loss step iteration iter
-        global_step epoch rank"""
-    )
-)
-"""Keys that a program adds to its message: its record is kept whole."""
-_ENVELOPES = keys("jsonPayload _source result attributes content json")
-_LISTS = keys("events logEvents entries data result results hits logs streams values")
-_LOUDNESS = frozenset(keys("DEBUG INFO NOTICE WARNING WARN ERROR CRITICAL FATAL"))
-_SOURCES = keys(
-    """pod_name pod PodName logStreamName logStream @logStream _HOSTNAME hostname host
-    container_name"""
-)
-_HOLD_SOURCES = keys("kubernetes resource labels fields stream")
+_LEVELS = ("DEBUG", "INFO", "NOTICE", "WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 _CRI = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\S{8,40}) std(?:out|err) (?P<part>[FP])(?::\S*)?(?: |$)(?P<text>.*)",
@@ -141,7 +116,7 @@ def _record_of(
     """The record in an object; `inside` another one, where any key of a line is believed."""
     text = _text_of(document, inside=inside)
     if text is None and depth:
-        for key in _ENVELOPES:
+        for key in KEYS["envelopes"]:
             below = document.get(key)
             if not isinstance(below, dict):
                 continue
@@ -167,40 +142,40 @@ def _record_of(
 
 
 def _text_of(document: Mapping[str, object], *, inside: bool) -> str | None:
-    for key in _OF_ONE:
+    for key in KEYS["line"]:
         text = document.get(key)
         if key == "MESSAGE" and isinstance(text, list):  # journald: it is not UTF-8
             codes = (whole(code, 255) for code in text if isinstance(code, str))
             text = bytes(code for code in codes if code is not None).decode("utf-8", "replace")
         if isinstance(text, str):
             return text
-    if _PROGRAMS & document.keys():
+    if document.keys() & KEYS["program"]:
         return None
-    others = document.keys() - {*_OF_MANY, *TIME_KEYS, *LEVEL_KEYS}
-    if not (inside or _COLLECTORS & document.keys() or not others):
+    others = document.keys() - {*KEYS["text"], *KEYS["time"], *KEYS["level"]}
+    if not (inside or document.keys() & KEYS["collector"] or not others):
         return None
-    return next((t for key in _OF_MANY if isinstance(t := document.get(key), str)), None)
+    return next((t for key in KEYS["text"] if isinstance(t := document.get(key), str)), None)
 
 
 def _level_of(document: Mapping[str, object]) -> str:
-    if _COLLECTORS & document.keys() or not document.keys().isdisjoint(_OF_ONE):
+    if document.keys() & {*KEYS["collector"], *KEYS["line"]}:
         return ""  # what a collector derives from the stream
-    levels = (str(document.get(key, "")).upper() for key in LEVEL_KEYS)
-    return next((level for level in levels if level in _LOUDNESS), "")
+    levels = (str(document.get(key, "")).upper() for key in KEYS["level"])
+    return next((level for level in levels if level in _LEVELS), "")
 
 
 def _source_of(document: Mapping[str, object], depth: int = 2) -> str:
-    for key in _SOURCES:
+    for key in KEYS["source"]:
         name = document.get(key)
         if isinstance(name, str) and re.fullmatch(r"[\w./-]{1,200}", name):
             return name.replace("/", "-")
-    inside = (document.get(key) for key in _HOLD_SOURCES if depth)
+    inside = (document.get(key) for key in KEYS["holds_source"] if depth)
     found = (_source_of(each, depth - 1) for each in inside if isinstance(each, dict))
     return next(filter(None, found), "")
 
 
 def _first_time(document: Mapping[str, object]) -> float | None:
-    times = (time_of(document.get(key)) for key in TIME_KEYS)
+    times = (time_of(document.get(key)) for key in KEYS["time"])
     return next(filter(None, times), None)
 
 
@@ -216,7 +191,7 @@ def _records_in(value: object, depth: int = _MAX_DEPTH) -> Iterator[LogRecord]:
         if record is not None:
             yield record
         elif depth:
-            for key in _LISTS:
+            for key in KEYS["lists"]:
                 yield from _records_in(value.get(key), depth - 1)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from ckptctl.errors import OptionError
 from ckptctl.logs.clocks import clock_in, in_seconds
 from ckptctl.logs.formats import TABLE
 from ckptctl.logs.rows import LogPosition, Number, Row
@@ -80,22 +79,6 @@ _PUNCTUATION = re.compile(r"[^0-9a-z_]|(?<=.)_")
 def plain_name(name: str) -> str:
     """The name without case, spaces and punctuation; a leading `_` is kept."""
     return _PUNCTUATION.sub("", name.lower())
-
-
-def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
-    """The key map, from a field to its name in the log; raises `UsageError` for unknown fields."""
-    for field, name in keys.items():
-        if field not in FIELDS:
-            raise OptionError(
-                "--key",
-                f"{field}={name}: unknown field {field}; the fields are {', '.join(FIELDS)}",
-            )
-    return keys
-
-
-def with_ignored(keys: Mapping[str, str], ignored: Iterable[str]) -> dict[str, str]:
-    """The key map, in which names that are ignored are those of fields that no row has."""
-    return {**keys, **{f"ignored {name}": name for name in ignored}}
 
 
 def _within(name: str) -> str:

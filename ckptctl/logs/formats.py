@@ -87,6 +87,7 @@ class FormatTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     fields: Mapping[str, str]
     fragments: Mapping[str, str]
+    record_keys: Mapping[str, str]
     marker_hints: tuple[str, ...]
     prefixes: tuple[str, ...]
     lines: tuple[LineFormat, ...]

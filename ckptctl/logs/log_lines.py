@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -365,20 +365,8 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
 _MAX_JSON = 16 << 20
 
 
-def keys(names: str) -> tuple[str, ...]:
-    """The keys of records, from a text with blanks between them."""
-    return tuple(names.split())
-
-
-_TEXT_KEYS = keys(
-    "message msg MESSAGE log text error exception event exc_info stack_trace traceback"
-)
-LEVEL_KEYS = keys("level severity levelname lvl log_level severityText")
-TIME_KEYS = keys(
-    """__REALTIME_TIMESTAMP time timestamp ts @timestamp asctime datetime created _time date
-    TimeGenerated receiveTimestamp tsNs"""
-)
-"""Keys of the level and of the time, in the records of programs and of log collectors."""
+KEYS = {name: keys.split() for name, keys in TABLE.record_keys.items()}
+"""Keys in the records of programs and of log collectors, by what they hold."""
 
 
 def _time_of(value: object) -> float | None:
@@ -399,19 +387,19 @@ def _from_json(text: str) -> LogLine | None:
     inner = document.get("message")
     if isinstance(inner, dict) and ("message" in inner or "extraInfo" in inner):
         return _from_error_file(inner)
-    texts = [str(document[key]) for key in _TEXT_KEYS if isinstance(document.get(key), str)]
+    texts = [str(document[key]) for key in KEYS["message"] if isinstance(document.get(key), str)]
     if not texts:
         return None
     # docker and containerd wrap the program's line, which has its own prefixes.
     wrapped = take_apart(texts[0]) if not texts[0].lstrip().startswith("{") else LogLine(texts[0])
     extra = " ".join(each for each in texts[1:] if each not in texts[0])
-    level = _LEVELS.get(str(_first(document, LEVEL_KEYS)).upper())
+    level = _LEVELS.get(str(_first(document, KEYS["level"])).upper())
     source = _of_record(text)
     return replace(
         wrapped,
         message=f"{wrapped.message} {extra}".strip(),
         level=level if level is not None else wrapped.level,
-        at_s=_time_of(_first(document, TIME_KEYS)) or wrapped.at_s,
+        at_s=_time_of(_first(document, KEYS["time"])) or wrapped.at_s,
         host=source.host or wrapped.host,
         rank=wrapped.rank if source.rank is None else source.rank,
         kernel=document.get("SYSLOG_IDENTIFIER") == "kernel" or wrapped.kernel,
@@ -437,7 +425,7 @@ def _is_rank(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_RANK
 
 
-def _first(document: Mapping[str, object], keys: tuple[str, ...]) -> object:
+def _first(document: Mapping[str, object], keys: Sequence[str]) -> object:
     return next((document[key] for key in keys if key in document), None)
 
 
@@ -462,7 +450,6 @@ BASE_S = 20.0
 """Seconds of the processor that any input may take."""
 BYTES_PER_S = 100_000
 """More bytes add time at this rate; the shortest rows are read ten times as fast."""
-_CHECK_S = 0.01
 
 
 class Deadline:
@@ -481,7 +468,6 @@ class Deadline:
         bytes_per_s: float = BYTES_PER_S,
     ) -> None:
         self._until_s = math.inf if limit_s is None else time.monotonic() + limit_s
-        self._checks_at_s = -math.inf
         self._began_s = time.thread_time()
         self._budget_s = base_s
         self._bytes_per_s = bytes_per_s
@@ -494,10 +480,7 @@ class Deadline:
 
     def passed(self) -> bool:
         """Whether the reader has to stop now; true from then on."""
-        now_s = time.monotonic()
-        if not self.reached and now_s >= self._checks_at_s:
-            # The processor time costs a system call, and lines are read in microseconds.
-            self._checks_at_s = min(now_s + _CHECK_S, self._until_s)
+        if not self.reached:
             used_s = time.thread_time() - self._began_s
-            self.reached = used_s > self._budget_s or now_s >= self._until_s
+            self.reached = used_s > self._budget_s or time.monotonic() >= self._until_s
         return self.reached

@@ -16,7 +16,7 @@ from ckptctl.formatting import command_line
 from ckptctl.logs.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
 from ckptctl.logs.collectors import Unwrapper
 from ckptctl.logs.console import pattern_format
-from ckptctl.logs.fields import check_keys, plain_name, with_ignored
+from ckptctl.logs.fields import FIELDS, plain_name
 from ckptctl.logs.log_lines import Deadline
 from ckptctl.logs.records import TrainerState, is_document
 from ckptctl.logs.rows import Log, Marker, Row
@@ -64,7 +64,13 @@ class LogFormat:
             )
         if self.pattern is not None:
             pattern_format(self.pattern)
-        check_keys(self.keys or {})
+        for field_name, name in (self.keys or {}).items():
+            if field_name not in FIELDS:
+                raise OptionError(
+                    "--key",
+                    f"{field_name}={name}: unknown field {field_name}; the fields are "
+                    f"{', '.join(FIELDS)}",
+                )
 
     @property
     def detected(self) -> bool:
@@ -73,8 +79,11 @@ class LogFormat:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The names that replace those of the table, by their fields."""
-        return with_ignored(self.keys or {}, self.ignored)
+        """The names that replace those of the table, by their fields.
+
+        Names that are ignored are those of fields that no row has.
+        """
+        return {**(self.keys or {}), **{f"ignored {name}": name for name in self.ignored}}
 
     def unused_keys(self, used: Iterable[frozenset[str]]) -> list[str]:
         """Each `FIELD=NAME` of the keys whose name no log has; `used` are the names of each log."""

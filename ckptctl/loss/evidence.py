@@ -205,26 +205,21 @@ def _is_mean(losses: Sequence[float], resume: LoggedResume) -> bool:
 class Sensitivity:
     """What the steps that were logged twice would show.
 
-    Each `smallest_…` is the smallest effect that these rows exclude, in the unit of the
-    effect that it is compared with; infinite where they exclude none.
+    `update` is how far one update moves the loss. Each `smallest_…` is the smallest effect that
+    these rows exclude, infinite where they exclude none: the size of an update with which a lost
+    optimizer state, or a stale tensor, would be seen; the relative noise between batches with
+    which other random numbers, or other batches, would be; the smallest change of every loss.
+    `drifts`: the first row is equal and later ones are not, where noise would be in the first row
+    too.
     """
 
     update: UpdateSize
-    """How far one update moves the loss."""
-    noise: float
-    """The standard deviation from one batch to the next, relative."""
     smallest_update: float
-    """The smallest size of an update with which a lost optimizer state would be seen."""
     smallest_weights: float
-    """The smallest size of an update with which a stale tensor would be seen."""
     smallest_random: float
-    """The smallest noise between batches with which other random numbers would be seen."""
     smallest_data: float
-    """The smallest noise between batches with which other batches would be seen."""
     smallest_rounding: float
-    """The smallest change of every loss that would be seen."""
     drifts: bool
-    """The first row is equal and later ones are not: noise would be in the first row, too."""
 
 
 Effect = Callable[[float], float]
@@ -264,7 +259,6 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
     by_noise = max(usual(sizes), replay.rounding) if sizes else math.inf
     return Sensitivity(
         update=update,
-        noise=replay.noise,
         smallest_update=smallest(lambda n: update_effect if n >= 2 else 0.0),
         smallest_weights=smallest(lambda _: _WEIGHTS) if exact else by_noise / _OTHER_WEIGHTS_NOISE,
         smallest_random=(smallest(lambda _: 1.0) if exact else by_noise / _OTHER_WEIGHTS_NOISE)
@@ -445,9 +439,9 @@ def loss_checks(
         same = "the first loss and its gradient norm agree, before any update"
         yield FaultCheck(RANDOM, same)
     coarse = f"differences of {share(max(replay.median, replay.rounding))} could hide it"
-    same_random = shown.smallest_random <= shown.noise and not weights
+    same_random = shown.smallest_random <= replay.noise and not weights
     yield _by_rows(RANDOM, same_random, first, weights or coarse)
-    data = shown.smallest_data <= shown.noise and not all_agree
+    data = shown.smallest_data <= replay.noise and not all_agree
     batches = f"{twice}, and other batches differ by {share(replay.noise)}"
     digests = "detecting it takes a digest of the samples of each step (samples_digest)"
     yield _by_rows(DATA, data, batches, digests)

@@ -79,21 +79,21 @@ class LedgerAnswer(msgspec.Struct, frozen=True):
     """The first step behind which samples were repeated or skipped; None where that is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedResume:
     """One resume, as rows."""
 
     number: int
     """Its number in the log, counted from 1."""
-    before: tuple[Row, ...]
+    before: tuple[Row, ...] = ()
     """The rows of the steps below the first step after the resume."""
-    overwritten: tuple[Row, ...]
+    overwritten: tuple[Row, ...] = ()
     """The rows of the same segment whose steps the resumed job trained again."""
     after: tuple[Row, ...]
     """The rows of the resumed job."""
     boundary: Boundary
     """What separates the two segments."""
-    resume_point: ResumePoint | None
+    resume_point: ResumePoint | None = None
     """The checkpoint that was resumed from; null where unknown."""
     marker: Marker | None = None
     """The line that marks the start; null where there is none."""
@@ -232,8 +232,6 @@ def resume_alone(split: Split, resume_point: ResumePoint | None) -> LoggedResume
         return None
     return LoggedResume(
         number=1,
-        before=(),
-        overwritten=(),
         after=segment.rows[:N_AFTER],
         boundary=segment.boundary,
         resume_point=resume_point,
@@ -263,7 +261,6 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
         overwritten=tuple(row for row in run.segments[i].rows if row.step >= first),
         after=segment.rows[:N_AFTER],
         boundary=Boundary.CANARY,
-        resume_point=None,
         marker=segment.marker,
     )
 
@@ -325,7 +322,6 @@ def _divided(segments: Sequence[Segment], resume_point: ResumePoint) -> LoggedRe
         number=segment.number,
         before=history[-N_BEFORE:],
         history=_sampled(history),
-        overwritten=(),
         after=after[:N_AFTER],
         boundary=Boundary.ASKED,
         resume_point=resume_point,

@@ -170,7 +170,12 @@ def _base(resume: LoggedResume, metric: _Metric) -> list[float] | None:
     """
     values = _values(resume.before, metric)
     parts = [values[max(0, end - 5 * _N_BASE) : end] for end in range(len(values), 0, -5 * _N_BASE)]
-    parts = [part for part in parts if len(part) >= _N_BASE and not _is_clock(part)]
+    # Values that only rise are the time since the start, whatever their name is.
+    parts = [
+        part
+        for part in parts
+        if len(part) >= _N_BASE and any(later <= earlier for earlier, later in pairwise(part))
+    ]
     fastest = min if metric.more_is_slower else max
     return fastest(parts, key=median, default=None)
 
@@ -179,8 +184,3 @@ def _values(rows: Sequence[Row], metric: _Metric) -> list[float]:
     of_rows: Iterable[Number | None] = map(attrgetter(metric.name), rows)
     numbers = [number for number in of_rows if number is not None]
     return [number.value for number in numbers if math.isfinite(number.value) and number.value > 0]
-
-
-def _is_clock(values: Sequence[float]) -> bool:
-    """Whether the values only rise: then they are the time since the start, whatever their name."""
-    return all(later > earlier for earlier, later in pairwise(values))
