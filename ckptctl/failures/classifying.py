@@ -382,12 +382,14 @@ def _answer(
     decisive = decision.decisive
     name = decisive.failure if decisive else "none" if finished else "unknown"
     about = CLASSES[name]
-    node = _node(decisive, decision.agreeing)
+    same = () if decisive is None else (decisive, *decision.agreeing)
+    node = next((each.host for each in same if each.host and each.rank == same[0].rank), None)
     action = Action(decisive.action) if decisive and decisive.action else about.action
     suspected = decisive is not None and decisive.role is Role.SUSPECT
     accuses = action is Action.DRAIN or (suspected and about.name == "job-code")
     if accuses and decision.confidence == "low":
         action = Action.INVESTIGATE  # A suspicion alone drains no node and changes no program.
+    is_weak = action is Action.INVESTIGATE is not about.action
     return Classification(
         failure=name,
         domain=about.domain,
@@ -395,7 +397,7 @@ def _answer(
         restart=Restart(decisive.restart) if decisive and decisive.restart else about.restart,
         confidence="medium" if name == "none" else decision.confidence,
         message=_message(about, decision, stall, node),
-        advice=about.advice if action is about.action else _ADVICE.get(action, about.advice),
+        advice=_WEAK_EVIDENCE if is_weak else about.advice,
         node=node,
         device=decisive.device if decisive else None,
         rank=decisive.rank if decisive else None,
@@ -417,18 +419,10 @@ def _answer(
     )
 
 
-_ADVICE = {
-    Action.INVESTIGATE: "Read the lines of the evidence, and the logs of that node or rank at that "
-    "time, before a node is drained or the program is changed."
-}
-"""What to do where the evidence is too weak for the action of the class."""
-
-
-def _node(decisive: Evidence | None, agreeing: Sequence[Evidence]) -> str | None:
-    if decisive is None or decisive.host:
-        return decisive.host if decisive else None
-    same = (each.host for each in agreeing if each.rank == decisive.rank and each.host)
-    return next(same, None)
+_WEAK_EVIDENCE = (
+    "Read the lines of the evidence, and the logs of that node or rank at that time, before a node "
+    "is drained or the program is changed."
+)
 
 
 def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node: str | None) -> str:

@@ -73,11 +73,6 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _zigzag(value: int) -> int:
-    """A field that is a sint64."""
-    return (value >> 1) ^ -(value & 1)
-
-
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "replace")
 
@@ -362,11 +357,12 @@ def _item(item: bytes) -> Iterator[tuple[str, str]]:
             case 2, bytes(value):
                 nested.append(_text(value))
             case 5, int(value):
-                yield name, str(_zigzag(value))
+                yield name, str((value >> 1) ^ -(value & 1))  # a sint64
             case 6, value:
                 yield name, _exactly(_float(value))
             case ((8 | 16), bytes(value)):
                 # JSON: a number, or a record of them.
                 record = decode_record(f'{{"": {_text(value)}}}') or {}
                 for below, text in flat_pairs(record):
-                    yield name + below, text
+                    if text is not None:
+                        yield name + below, text

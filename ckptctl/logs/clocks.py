@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import NamedTuple
 
 from ckptctl.outside_numbers import clamped, finite, moment_of, whole
 
@@ -83,23 +82,12 @@ def _seconds_in(match: re.Match[str]) -> float | None:
     return seconds_of(parts)
 
 
-class ClockPlace(NamedTuple):
-    """Where a time begins, where its seconds do, and where it ends, in front of its zone."""
-
-    begin: int
-    second: int
-    end: int
-    is_utc: bool
-
-
-def clock_place(text: str) -> ClockPlace | None:
-    """The place of the time of `clock_in`; None without one."""
+def clock_match(text: str) -> re.Match[str] | None:
+    """The match of the time of `clock_in`; None without one, and for a zone other than UTC."""
     match = _IN_A_LINE.search(text)
-    if match is None or _seconds_in(match) is None:
+    if match is None or _seconds_in(match) is None or _offset_s(match["z"]):
         return None
-    zone = match["z"]
-    end = match.end() if zone is None else match.start("z")
-    return ClockPlace(match.start(), match.start("s"), end, not _offset_s(zone))
+    return match
 
 
 @lru_cache(maxsize=64)

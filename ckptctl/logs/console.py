@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.errors import OptionError
-from ckptctl.logs.clocks import clock_in, clock_place, minute_in
+from ckptctl.logs.clocks import clock_in, clock_match, minute_in
 from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
 from ckptctl.logs.formats import BlockFormat, LineFormat, joined
 from ckptctl.logs.log_lines import stamp_end
@@ -108,11 +108,12 @@ def _template(text: str, spans: dict[str, tuple[int, int]], clock_from: int) -> 
             return None
         number = _GROUPED if "," in value[2] else _NUMBER
         patterns[field] = f"({re.escape(value[1])}{number}{re.escape(value[3])})"
-    place = clock_place(text[clock_from:])
-    if place is not None:
-        if not place.is_utc:
+    if clock_in(text[clock_from:]) is not None:
+        clock = clock_match(text[clock_from:])
+        if clock is None:
             return None
-        begin, second, end = (clock_from + at for at in place[:3])
+        end = clock.end() if clock["z"] is None else clock.start("z")
+        begin, second, end = (clock_from + at for at in (clock.start(), clock.start("s"), end))
         minute = re.sub(r"\d", "0", text[begin:second])
         spans["minute"] = begin, second
         patterns["minute"] = f"({re.escape(minute)})".replace("0", r"\d")

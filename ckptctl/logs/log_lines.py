@@ -12,16 +12,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.logs.clocks import seconds_of, time_of
 from ckptctl.logs.formats import TABLE
 from ckptctl.outside_numbers import whole
 from ckptctl.storage.logs import MAX_LINE, MAX_MATCHED
-
-if TYPE_CHECKING:
-    from typing import TypeGuard
 
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _MAX_PREFIXES = 10
@@ -415,14 +412,10 @@ def _from_error_file(inner: Mapping[str, object]) -> LogLine:
     return LogLine(
         str(inner.get("message", "")),
         at_s=_time_of(info.get("timestamp")),
-        rank=rank if _is_rank(rank) else None,
+        rank=whole(str(rank), MAX_RANK),
         level=ERROR,
         error_file=True,
     )
-
-
-def _is_rank(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_RANK
 
 
 def _first(document: Mapping[str, object], keys: Sequence[str]) -> object:

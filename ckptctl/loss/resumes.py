@@ -219,7 +219,7 @@ def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
 
 def resume_alone(split: Split, resume_point: ResumePoint | None) -> LoggedResume | None:
     """The resume of a log that holds only the rows of the resumed job; None for other logs."""
-    if len(split.segments) != 1 or split.n_dropped:
+    if split.n_segments != 1:
         return None
     (segment,) = split.segments
     marker = segment.marker

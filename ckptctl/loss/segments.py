@@ -106,11 +106,6 @@ class Split:
     n_copies: int = 0
     files: tuple[str, ...] = ()
 
-    @property
-    def n_dropped(self) -> int:
-        """How many of the oldest segments were not kept."""
-        return self.n_segments - len(self.segments)
-
 
 def split(items: Iterable[Row | Marker], *, around: int | None = None) -> Split:
     """Split a whole log; the rows around the step `around` are kept."""
