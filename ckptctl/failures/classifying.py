@@ -54,7 +54,7 @@ _YIELDING = (
     *("stop.", "exit.", "divergence.loss"),
 )
 # Of these, a failing device also explains the symptom if its time or its node is uncertain.
-_OF_A_DEVICE = ("cuda.", "nccl.", "collective.", "stop.", "exit.")
+_DEVICE_RULES = ("cuda.", "nccl.", "collective.", "stop.", "exit.")
 _FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
 # Suspicions that any other one explains: ranks wait or lose a peer for many reasons.
 _WEAK = (
@@ -106,7 +106,7 @@ def _with_consequences(evidence: Sequence[Evidence]) -> list[Evidence]:
     faults = [
         fault
         for fault in evidence
-        if fault.rule.startswith("xid.") and fault.failure.startswith(_OF_THE_JOB)
+        if fault.rule.startswith("xid.") and fault.failure.startswith(_JOB_CLASSES)
     ]
     return [
         replace(item, role=Role.CASCADE)
@@ -203,7 +203,7 @@ def _first_root(
     return _first(worse) or first
 
 
-_OF_THE_JOB = ("job-", "bad-checkpoint")
+_JOB_CLASSES = ("job-", "bad-checkpoint")
 _GENERIC = ("python.", "compile.")
 
 
@@ -218,7 +218,7 @@ def _outranks(other: Evidence, first: Evidence) -> bool:
         return False
     if first.failure == "infra-node":
         return bool(first.action)
-    return first.failure != "infra-fabric" and not first.failure.startswith(_OF_THE_JOB)
+    return first.failure != "infra-fabric" and not first.failure.startswith(_JOB_CLASSES)
 
 
 def _knows_better(other: Evidence, first: Evidence) -> bool:
@@ -228,7 +228,7 @@ def _knows_better(other: Evidence, first: Evidence) -> bool:
     by_device = first.rule.startswith("xid.") and first.device == other.device
     if not by_device and not first.rule.startswith(_YIELDING):
         return False
-    if other.doubt and not first.doubt and not first.rule.startswith(_OF_A_DEVICE):
+    if other.doubt and not first.doubt and not first.rule.startswith(_DEVICE_RULES):
         return False
     if not _may_be_the_same_moment(first, other):
         return False
@@ -346,8 +346,8 @@ def classify(
     stall = compare_dumps(()) if isinstance(stall, Unknown) else stall
     read = replace(read, unread=(*read.unread, *failed))
     place = flight_recorder or next((dump.file for dump in read.dumps), "")
-    of_stacks = () if isinstance(stacks, Unknown) else stacks
-    found = (*read.evidence, *of_stacks, *evidence_of(stall, place), *given)
+    stack_evidence = () if isinstance(stacks, Unknown) else stacks
+    found = (*read.evidence, *stack_evidence, *evidence_of(stall, place), *given)
     decision = decide(found, read.first_failed)
     # What was not read may hold a failure.
     is_whole = not (read.deadline_reached or read.unread)

@@ -194,7 +194,7 @@ class FailureLogReader:
         self._until_clock = 0
         self._progressed: deque[str] = deque(maxlen=SURVIVED_AFTER)
         self._newest: deque[int] = deque(maxlen=SURVIVED_AFTER)
-        self._of_program = False
+        self._shows_program = False
         self._pids: set[str] = set()
         self._jobs: set[str] = {*job_of_log(name)}
         self._named_hosts: set[str] = set()
@@ -274,7 +274,7 @@ class FailureLogReader:
         if n_ranks > self._n_ranks:
             self.hosts.clear()
         self._n_ranks = n_ranks
-        self._of_program = True
+        self._shows_program = True
         if len(self.hosts) < _MAX_RANKS:
             self.hosts[clamped(match["rank"])] = match["host"]
             self._pids.add(match["pid"])
@@ -287,7 +287,7 @@ class FailureLogReader:
     @property
     def is_of_program(self) -> bool:
         """Whether the program wrote the log, or its launcher: it has steps, tracebacks or ranks."""
-        return self._of_program or self.n_progress > 0
+        return self._shows_program or self.n_progress > 0
 
     def span(self) -> AttemptScope | None:
         """When and where the program ran that wrote the log; None if no program did."""
@@ -415,7 +415,7 @@ class FailureLogReader:
 
     def _opened(self, number: int, rank: int | None) -> None:
         self._framed_at = number
-        self._of_program = True
+        self._shows_program = True
         if len(self._tracebacks) < _MAX_RANKS:
             self._tracebacks.add(rank)
 
@@ -489,7 +489,7 @@ class FailureLogReader:
         rank_named = _group(match, "rank")
         host = _group(match, "host") or (None if rule.reporter else host)
         if not line.kernel and not rule.kernel:
-            self._of_program |= line.rank is not None or in_traceback
+            self._shows_program |= line.rank is not None or in_traceback
             if len(self._jobs) < _MAX_JOBS:
                 self._jobs |= jobs_in(message)
             if host and len(self._named_hosts) < _MAX_RANKS:
@@ -515,7 +515,7 @@ class FailureLogReader:
 _SIZE = r"([\d.]{1,12}) ?([KMGT]i?B|bytes)"
 _CAPACITY = re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity")
 _FREE = re.compile(rf"{_SIZE} (?:is )?free")
-_OF_THIS_PROCESS = re.compile(
+_OWN_SIZE = re.compile(
     rf"this process has {_SIZE}|{_SIZE} (?:reserved in total|is allocated by PyTorch|already alloc)"
 )
 _CONTEXT_BYTES = 1 << 30
@@ -526,7 +526,7 @@ _UNITS = {"b": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def _held_by_others(message: str) -> bool:
     """Whether the reporting process holds less than half of a full device."""
     capacity, free = _largest(_CAPACITY, message), _largest(_FREE, message)
-    own = _largest(_OF_THIS_PROCESS, message)
+    own = _largest(_OWN_SIZE, message)
     return bool(capacity and own and own + free + _CONTEXT_BYTES < capacity / 2)
 
 
@@ -687,7 +687,7 @@ def folded(readings: Iterator[tuple[FailureLogReader, Evidence]]) -> tuple[Evide
             count = before.evidence.count + 1
             again = replace(before.evidence, role=found.role, count=count)
             kept[key] = replace(before, evidence=again)
-    return tuple(_of_last_attempts([*kept.values()]))
+    return tuple(_last_attempts([*kept.values()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -709,7 +709,7 @@ class _HeldEvidence:
         return end is None or self.reader.trained_after(end, self.n_back)
 
 
-def _of_last_attempts(kept: Sequence[_HeldEvidence]) -> Iterator[Evidence]:
+def _last_attempts(kept: Sequence[_HeldEvidence]) -> Iterator[Evidence]:
     """The findings of the last attempt in each log that has any that may decide."""
     leading = (Role.CAUSE, Role.ROOT, Role.SUSPECT)
     last: dict[FailureLogReader, int] = {}

@@ -219,23 +219,23 @@ def _calls(entries: Iterator[Mapping[object, object]]) -> tuple[tuple[Call, ...]
         if call is None:
             continue
         group = call.group
-        of_batch = (entry.get("p2p_seq_id"), entry.get("collective_seq_id"))
+        batch_numbers = (entry.get("p2p_seq_id"), entry.get("collective_seq_id"))
         if call.pair is not None:
-            if numbers.get(group) != of_batch:
+            if numbers.get(group) != batch_numbers:
                 parts[group].clear()
-            numbers[group] = of_batch
+            numbers[group] = batch_numbers
             parts[group].append(len(calls))
             calls.append(call)
             continue
         is_batch = call.operation == _BATCH and (
-            bool(entry.get("is_p2p")) or (bool(parts[group]) and numbers[group] == of_batch)
+            bool(entry.get("is_p2p")) or (bool(parts[group]) and numbers[group] == batch_numbers)
         )
         if is_batch:
             for part in parts[group]:
                 calls[part] = replace(calls[part], done=call.done)
-            if of_batch[0] in (0, last_batch.get(group)):
+            if batch_numbers[0] in (0, last_batch.get(group)):
                 uncounted.add(group)
-            last_batch[group] = of_batch[0]
+            last_batch[group] = batch_numbers[0]
         else:
             calls.append(call)
         parts[group].clear()
@@ -756,12 +756,12 @@ def _waits(
     # Each rank counts its own point-to-point operations, so the numbers of two ranks
     # cannot be compared; how many are pending can.
     pending = Counter(
-        (rank, of_group[call.pair[0]], of_group[call.pair[1]])
+        (rank, group_ranks[call.pair[0]], group_ranks[call.pair[1]])
         for rank, dump in dumps.items()
         for call in dump.calls
         if not call.done and call.pair is not None
-        for of_group in [members.get((call.group, rank), ())]
-        if max(call.pair) < len(of_group)
+        for group_ranks in [members.get((call.group, rank), ())]
+        if max(call.pair) < len(group_ranks)
     )
     for (rank, sender, receiver), n_pending in pending.items():
         peer = receiver if rank == sender else sender

@@ -80,7 +80,7 @@ ENDING = tuple(number for number, rule in enumerate(RULES) if rule.ending)
 
 # Frequent text of healthy logs that contains a literal. All patterns require `hpu` and `inf` as
 # words, or `infinity`; the others are columns of Megatron-LM's line of a step.
-_ONLY_SEEMS = {
+_HEALTHY_TEXTS = {
     b"hpu": b"throughput",
     b"inf": b"info",
     b"nan": b"number of nan iterations:",
@@ -144,8 +144,8 @@ def find_literals(texts: Sequence[str]) -> Hits:
             continue
         for literal in literals:
             for line in _lines_with(literal, block, ends):
-                only_seems = literal in _ONLY_SEEMS and _only_seems(literal, block, line, ends)
-                rules[line] |= frozenset() if only_seems else _LITERALS[literal]
+                is_healthy = literal in _HEALTHY_TEXTS and _is_healthy(literal, block, line, ends)
+                rules[line] |= frozenset() if is_healthy else _LITERALS[literal]
     return Hits(
         rules,
         frozenset(line for frame in _FRAMES for line in _lines_with(frame, block, ends)),
@@ -162,6 +162,6 @@ def _lines_with(literal: bytes, block: bytes, ends: Sequence[int]) -> Iterator[i
         at = block.find(literal, ends[line])
 
 
-def _only_seems(literal: bytes, block: bytes, line: int, ends: Sequence[int]) -> bool:
+def _is_healthy(literal: bytes, block: bytes, line: int, ends: Sequence[int]) -> bool:
     within = (ends[line - 1] if line else 0, ends[line])
-    return block.count(literal, *within) == block.count(_ONLY_SEEMS[literal], *within)
+    return block.count(literal, *within) == block.count(_HEALTHY_TEXTS[literal], *within)

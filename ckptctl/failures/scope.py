@@ -70,21 +70,21 @@ def scope_of(logs: Iterable[AttemptScope], has_zone: Mapping[str, bool]) -> Atte
         key=lambda log: log.last_s or 0.0,
         reverse=True,
     )
-    of_attempt, earlier = [log for log in logs if log.last_s is None], list[AttemptScope]()
+    attempt_logs, earlier = [log for log in logs if log.last_s is None], list[AttemptScope]()
     begin = None if not timed else timed[0].first_s
     for log in timed:
         if begin is None or log.last_s is None or not log.ends or log.last_s >= begin - AFTER_S:
-            of_attempt.append(log)
+            attempt_logs.append(log)
             begin = min((at for at in (begin, log.first_s) if at is not None), default=None)
         else:
             earlier.append(log)
     newest = next((file for log in timed[:1] for file in log.files), None)
 
     def every(field: str) -> frozenset[str]:
-        return frozenset().union(*(getattr(log, field) for log in of_attempt))
+        return frozenset().union(*(getattr(log, field) for log in attempt_logs))
 
     def times(field: str) -> list[float]:
-        return [at for log in of_attempt if (at := getattr(log, field)) is not None]
+        return [at for log in attempt_logs if (at := getattr(log, field)) is not None]
 
     return AttemptScope(
         files=every("files"),
@@ -96,11 +96,11 @@ def scope_of(logs: Iterable[AttemptScope], has_zone: Mapping[str, bool]) -> Atte
         ),
         first_s=min(times("first_s"), default=None),
         last_s=max(times("last_s"), default=None),
-        starts=any(log.starts for log in of_attempt),
-        ends=any(log.ends for log in of_attempt),
+        starts=any(log.starts for log in attempt_logs),
+        ends=any(log.ends for log in attempt_logs),
         progress_s=max(times("progress_s"), default=None),
         hosts=every("hosts"),
-        has_all_hosts=any(log.has_all_hosts for log in of_attempt),
+        has_all_hosts=any(log.has_all_hosts for log in attempt_logs),
         pids=every("pids"),
         jobs=every("jobs"),
     )
@@ -121,12 +121,12 @@ def bearing(evidence: Evidence, scope: AttemptScope) -> tuple[Evidence, str]:
         # A file system is not used between two saves: progress does not show that it answers.
         waits = evidence.rule.startswith("storage.")
         return (suspicion if waits else replace(evidence, survived=True)), ""
-    if evidence.rule not in _OF_A_MACHINE:
+    if evidence.rule not in _MACHINE_RULES:
         # A log of the scheduler names the nodes of all jobs.
-        of_a_node = evidence.host is not None and evidence.failure == "infra-node"
-        doubt = _place_doubt(evidence, scope) if of_a_node else ""
+        names_node = evidence.host is not None and evidence.failure == "infra-node"
+        doubt = _place_doubt(evidence, scope) if names_node else ""
         return replace(evidence, doubt=_zone_doubt(evidence, scope) or doubt), ""
-    process = _PROCESS.search(evidence.text) if evidence.rule in _OF_A_PROCESS else None
+    process = _PROCESS.search(evidence.text) if evidence.rule in _PROCESS_RULES else None
     foreign = next((name.strip() for name in process.groups() if name), "") if process else ""
     if foreign and not _IN_TRAINING.match(foreign) and not _is_ours(evidence, scope):
         return replace(suspicion, doubt=f"{foreign!r} is not known as a process of the job"), ""
@@ -157,7 +157,7 @@ _STARTS = re.compile(
 )
 _SLURM_JOB = re.compile(r"\bSLURM_JOB_?ID\W{1,4}(\d{1,12})")
 # Errors of a start. A handler that saves while a job is being ended may import late, too.
-_AT_THE_START = ("config.", "hub.", "checkpoint.")
+_START_RULES = ("config.", "hub.", "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def is_of_next_attempt(evidence: Evidence, end: JobEnd, *, restarted: bool) -> b
     own_end = job_end_in(evidence.text, None)
     if own_end is not None:
         return own_end.at_s - end.at_s > AFTER_S
-    if restarted and evidence.role is Role.ROOT and evidence.rule.startswith(_AT_THE_START):
+    if restarted and evidence.role is Role.ROOT and evidence.rule.startswith(_START_RULES):
         return True
     return evidence.at_s is not None and is_after(evidence.at_s, end)
 
@@ -203,8 +203,8 @@ def is_after(at_s: float, end: JobEnd) -> bool:
     return not _may_be_zones(at_s - end.at_s)
 
 
-_OF_A_PROCESS = frozenset(rule.name for rule in RULES if rule.process)
-_OF_A_MACHINE = _OF_A_PROCESS | frozenset(
+_PROCESS_RULES = frozenset(rule.name for rule in RULES if rule.process)
+_MACHINE_RULES = _PROCESS_RULES | frozenset(
     rule.name for rule in RULES if rule.kernel or rule.name.startswith("kernel.")
 )
 """Rules for lines that a machine writes about itself, whoever uses it."""

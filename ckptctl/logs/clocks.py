@@ -16,7 +16,7 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 MONTH = f"(?P<month>{'|'.join(_MONTHS)})"
 CLOCK = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 ZONE = r"(?P<z>Z| ?UTC|[+-]\d\d:?\d\d(?!\d))?"
-_IN_A_LINE = re.compile(
+_LINE_CLOCK = re.compile(
     r"(?:(?:(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)"
     r"|(?P<mo_us>\d\d)/(?P<d_us>\d\d)/(?P<y_us>\d{4}))[ T]"
     # At the beginning of a line, a time of the day.
@@ -71,7 +71,7 @@ def _offset_s(zone: str | None) -> int:
 
 def clock_in(text: str) -> float | None:
     """The first date with a time in a text; also a time of the day at its beginning."""
-    match = _IN_A_LINE.search(text)
+    match = _LINE_CLOCK.search(text)
     return None if match is None else _seconds_in(match)
 
 
@@ -84,7 +84,7 @@ def _seconds_in(match: re.Match[str]) -> float | None:
 
 def clock_match(text: str) -> re.Match[str] | None:
     """The match of the time of `clock_in`; None without one, and for a zone other than UTC."""
-    match = _IN_A_LINE.search(text)
+    match = _LINE_CLOCK.search(text)
     if match is None or _seconds_in(match) is None or _offset_s(match["z"]):
         return None
     return match

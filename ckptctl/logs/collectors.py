@@ -214,7 +214,7 @@ _TRIED_LINES = 50
 """A log whose first lines are no records of a collector is read as it is."""
 _HEAD_BYTES = 64
 _DOCUMENT = re.compile(r"\A\s*(?:\[\s*\{|\[\s*$|\{\s*\n|\{\s*\"\w+\"\s*:\s*[\[{])")
-_OF_DOCUMENT = re.compile(
+_DOCUMENT_KEYS = re.compile(
     r'"(?:textPayload|jsonPayload|insertId|ingestionTime|eventId|@message|__CURSOR|logEvents'
     r'|_source|tsNs|_raw|streams|labels|attributes)"\s*:'
 )
@@ -273,7 +273,7 @@ class Unwrapper:
         head = data[:MAX_RECORD].decode("utf-8", "replace")
         may_be_document = _DOCUMENT.match(head) is not None
         self._is_tried = not may_be_document or len(data) >= _TRIED_BYTES or is_last
-        if may_be_document and _OF_DOCUMENT.search(head):
+        if may_be_document and _DOCUMENT_KEYS.search(head):
             self._is_tried = True
             first, line_end, _ = head.partition("\n")
             if not line_end or record_in(first) is None:

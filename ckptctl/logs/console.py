@@ -205,8 +205,8 @@ def pattern_for(line: str) -> str | None:
     )
 
 
-_OF_STEP = ("step", "epoch", "per", "it")
-_IN_TEMPLATES = frozenset((*_OF_STEP, *NUMBERS, "step_time_ms", "interval"))
+_STEP_GROUPS = ("step", "epoch", "per", "it")
+_IN_TEMPLATES = frozenset((*_STEP_GROUPS, *NUMBERS, "step_time_ms", "interval"))
 
 Span = tuple[int, int]
 
@@ -243,7 +243,7 @@ class LineReader(RankReader):
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
         if self._held is None and (found := self.templates.read(text)) is not None:
-            return self._in_order(self._row(*found, position), text)
+            return self._without_older(self._row(*found, position), text)
         stamp, head = "", self._head.search(text) if self.format.hint in text else None
         if head is None and self.format.hint in text and (begin := stamp_end(text)):
             stamp, text = text[:begin], text[begin:]
@@ -327,8 +327,8 @@ class LineReader(RankReader):
                 del best["loss"]
             if len(self._maker.seen_losses) > n_kinds:
                 self.templates.clear()  # another name may be that of the loss from here on
-        of_step = {name: span for name, span in spans.items() if name in _OF_STEP}
-        places = {**{field: span for field, (_, span, _) in best.items()}, **of_step}
+        step_groups = {name: span for name, span in spans.items() if name in _STEP_GROUPS}
+        places = {**{field: span for field, (_, span, _) in best.items()}, **step_groups}
         texts = {field: text[slice(*span)] for field, span in places.items()}
         at_s = clock_in(text)
         row = self._row(texts, clock_in(stamp) if at_s is None else at_s, position)
@@ -336,9 +336,9 @@ class LineReader(RankReader):
             n = len(stamp)
             moved = {field: (n + begin, n + end) for field, (begin, end) in places.items()}
             self.templates.learn(stamp + text, moved, 0 if at_s is None else n)
-        return self._in_order(row, stamp + text)
+        return self._without_older(row, stamp + text)
 
-    def _in_order(self, rows: Sequence[Row], line: str) -> Sequence[Row]:
+    def _without_older(self, rows: Sequence[Row], line: str) -> Sequence[Row]:
         # A bar yields the row of an earlier line.
         if self.format.redrawn or not rows or rows[0].loss is None:
             return rows
@@ -425,7 +425,7 @@ class LineOrder:
         return kept
 
 
-_OF_VALUES = {ord(char): None for char in "0123456789+-.,:#=> \t"}
+_VALUE_CHARACTERS = {ord(char): None for char in "0123456789+-.,:#=> \t"}
 _VALUE = re.compile(
     r"(?<![A-Za-z])(?:nan|inf|infinity)(?![A-Za-z])|\d[\d.,:]*(?:e[-+]?\d+)?[a-z%]{0,3}",
     re.IGNORECASE,
@@ -434,13 +434,13 @@ _VALUE = re.compile(
 
 def _same_form(line: str, other: str) -> bool:
     """Whether two lines differ only in their values, the units of these, and blanks."""
-    if line == other or line.translate(_OF_VALUES) == other.translate(_OF_VALUES):
+    if line == other or line.translate(_VALUE_CHARACTERS) == other.translate(_VALUE_CHARACTERS):
         return True
     return _form(line) == _form(other)
 
 
 def _form(line: str) -> str:
-    return _VALUE.sub("", line[stamp_end(line) :]).translate(_OF_VALUES)
+    return _VALUE.sub("", line[stamp_end(line) :]).translate(_VALUE_CHARACTERS)
 
 
 class Rounds:

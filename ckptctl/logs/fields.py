@@ -48,10 +48,10 @@ _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
 _SUMMARY_FIELD = "summary"
 
 # Its event files and W&B name that loss `train_loss`, and those of steps `loss`.
-_OF_STEPS, _OF_RUN, _ANY = "loss", "trainloss", "any"
+_STEP_LOSS, _RUN_LOSS, _ANY_LOSS = "loss", "trainloss", "any"
 
 # Lightning logs the mean of the epoch at the step of its last batch, beside the loss of that.
-_OF_EPOCH = "trainlossepoch"
+_EPOCH_LOSS = "trainlossepoch"
 
 # The most names of one log that are cached.
 _MAX_NAMES = 10_000
@@ -170,13 +170,13 @@ class RowMaker:
     def is_repeated(self, name: str) -> bool:
         """Whether a loss of this name is the mean of others in the same log."""
         within = _within(name)
-        if within == _OF_STEPS:
-            self.seen_losses.add(_OF_STEPS)
-        if within == _OF_RUN and _OF_STEPS in self.seen_losses:
+        if within == _STEP_LOSS:
+            self.seen_losses.add(_STEP_LOSS)
+        if within == _RUN_LOSS and _STEP_LOSS in self.seen_losses:
             return True
-        if plain_name(name) == _OF_EPOCH:
-            return _ANY in self.seen_losses
-        self.seen_losses.add(_ANY)
+        if plain_name(name) == _EPOCH_LOSS:
+            return _ANY_LOSS in self.seen_losses
+        self.seen_losses.add(_ANY_LOSS)
         return False
 
     def row_of(

@@ -158,7 +158,7 @@ def split_launcher(text: str) -> Launched:
     `pdsh` and `srun --label` may each add one: the outer names the host, the inner the rank.
     """
     if text[:1] == "{":
-        return _of_record(text)
+        return _record_source(text)
     found = _UNKNOWN
     for _ in range(_MAX_PREFIX_PARTS):
         part = _prefix_at(text, found.begin)
@@ -192,7 +192,7 @@ def _prefix_at(text: str, begin: int) -> Launched | None:
     return None
 
 
-def _of_record(text: str) -> Launched:
+def _record_source(text: str) -> Launched:
     rank, host = _RECORD_RANK.search(text), _RECORD_HOST.search(text)
     if rank is None and host is None:
         return _UNKNOWN
@@ -391,7 +391,7 @@ def _from_json(text: str) -> LogLine | None:
     wrapped = take_apart(texts[0]) if not texts[0].lstrip().startswith("{") else LogLine(texts[0])
     extra = " ".join(each for each in texts[1:] if each not in texts[0])
     level = _LEVELS.get(str(_first(document, KEYS["level"])).upper())
-    source = _of_record(text)
+    source = _record_source(text)
     return replace(
         wrapped,
         message=f"{wrapped.message} {extra}".strip(),

@@ -254,7 +254,7 @@ def read_logs(
     readers: list[LogReader] = []
     has_loss = False
     deadline = Deadline()
-    ordered, order = _in_order(paths, storage, log_format)
+    ordered, order = _ordered_logs(paths, storage, log_format)
     if order:
         more = ", …" if len(ordered) > _MOST_NAMED else ""
         notes.order = f"{order}: {', '.join(ordered[:_MOST_NAMED])}{more}"
@@ -295,7 +295,7 @@ def _read(
 _MOST_NAMED = 8
 
 
-def _in_order(
+def _ordered_logs(
     named: Sequence[str], storage: StorageOptions, log_format: LogFormat
 ) -> tuple[Sequence[str], str]:
     """The logs, the oldest first, and what determined this where their rows have no clocks."""

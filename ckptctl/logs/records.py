@@ -29,12 +29,12 @@ _SPLIT_KEYS = frozenset(
     }
 )
 _MAX_DEPTH = 3
-_NAMES_OF_ONE = ("name", "key", "tag", "metric")
+_METRIC_KEYS = ("name", "key", "tag", "metric")
 """The keys with the name of the metric, in a record that holds one metric as `value`."""
 
 
 # Every record of a step has these; they are no metrics that could contradict each other.
-_OF_RECORD = ("step", "at", "attempt")
+_RECORD_FIELDS = ("step", "at", "attempt")
 
 
 class RecordRows:
@@ -101,24 +101,23 @@ class RecordFile(Log):
 
     def __init__(self, name: str, rows: RecordRows) -> None:
         self._name = name
-        self._of_records = rows
+        self._rows = rows
         self._n_records = 0
 
     @property
     def used(self) -> frozenset[str]:
         """See `Log.used`."""
-        return frozenset(self._of_records.maker.used)
+        return frozenset(self._rows.maker.used)
 
     def end(self) -> Iterable[Row | Marker]:
         """The last row."""
-        return self._of_records.end()
+        return self._rows.end()
 
 
 def has_values(row: Row) -> bool:
     """Whether a row has a value of the training, or lacks its loss: not only a step and a time."""
-    return row.lacks_loss or any(
-        getattr(row, name) is not None for name in FIELDS if name not in (*_OF_RECORD, "interval")
-    )
+    fields = (name for name in FIELDS if name not in (*_RECORD_FIELDS, "interval"))
+    return row.lacks_loss or any(getattr(row, name) is not None for name in fields)
 
 
 def _merged(first: Row, second: Row) -> Row | None:
@@ -126,7 +125,7 @@ def _merged(first: Row, second: Row) -> Row | None:
         return None
     added: dict[str, Any] = {}
     for name in FIELDS:
-        if name in _OF_RECORD:
+        if name in _RECORD_FIELDS:
             continue
         value = getattr(second, name)
         if value is None:
@@ -151,7 +150,7 @@ def flat_pairs(
 def _one_metric(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     value = record.get("value")
     if isinstance(value, str):
-        names = (record.get(key) for key in _NAMES_OF_ONE)
+        names = (record.get(key) for key in _METRIC_KEYS)
         yield from ((name, value) for name in names if isinstance(name, str))
 
 

@@ -104,7 +104,7 @@ class TextFormat:
     records: bool = False
 
 
-def _of_lines(form: LineFormat) -> TextFormat:
+def _line_format(form: LineFormat) -> TextFormat:
     return TextFormat(
         form.name,
         (form.hint, EPOCH_HINT) if form.epochs_above else (form.hint,),
@@ -125,7 +125,7 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
         averages=True,
     ),
     *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in TABLE.blocks),
-    *map(_of_lines, TABLE.lines),
+    *map(_line_format, TABLE.lines),
 )
 
 
@@ -200,7 +200,7 @@ class OtherRanks:
         self.kept: Rank | None = None
         """The rank whose rows are kept."""
         self._ranks: dict[Rank, OtherRank] = {}
-        self._of_kept: dict[int, float] = {}
+        self._kept_losses: dict[int, float] = {}
 
     def others(self) -> dict[Rank, OtherRank]:
         """The ranks besides the kept one."""
@@ -213,10 +213,10 @@ class OtherRanks:
     def keep(self, row: Row) -> None:
         """Take a row that is kept."""
         if row.loss is not None:
-            self._of_kept.pop(row.step, None)
-            self._of_kept[row.step] = row.loss.value
-            if len(self._of_kept) > _MAX_HELD:
-                del self._of_kept[next(iter(self._of_kept))]
+            self._kept_losses.pop(row.step, None)
+            self._kept_losses[row.step] = row.loss.value
+            if len(self._kept_losses) > _MAX_HELD:
+                del self._kept_losses[next(iter(self._kept_losses))]
 
     def drop(self, rank: Rank, row: Row) -> None:
         """Take a row of a rank that is not kept."""
@@ -224,7 +224,7 @@ class OtherRanks:
             rank = _MORE_RANKS
         other = self._ranks.setdefault(rank, OtherRank())
         other.add(row, is_one=rank not in (_NO_RANK, _MORE_RANKS))
-        kept = self._of_kept.get(row.step)
+        kept = self._kept_losses.get(row.step)
         if kept is not None and row.loss is not None and row.loss.value != kept:
             other.differs = True
 
@@ -588,7 +588,7 @@ _MAX_RANKS = 64
 
 def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]:
     if pattern is not None:
-        return (_of_lines(pattern_format(pattern)),)
+        return (_line_format(pattern_format(pattern)),)
     if form is None:
         return TEXT_FORMATS
     named = tuple(each for each in TEXT_FORMATS if each.name == form)

@@ -232,8 +232,8 @@ def check_split(
     if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
         assessments = _alone(parts, options.resume_point)
     without_rows = [log for log in logs if not _has_rows(parts, log)] if len(logs) > 1 else []
-    of_logs = _of_logs(parts, assessments, resume_point, waits_for, without_rows)
-    findings = in_order([*of_logs, *damage.findings()])
+    log_findings = _log_findings(parts, assessments, resume_point, waits_for, without_rows)
+    findings = in_order([*log_findings, *damage.findings()])
     first = None if parts.interleaved else suspect_from(parts.segments)
     return replace(
         _answer(parts, assessments, findings, logs, options),
@@ -380,7 +380,7 @@ def _chosen(parts: Split, options: CheckOptions, *, may_divide: bool) -> list[Lo
     return list(resumes(parts)[-1:])
 
 
-def _of_logs(
+def _log_findings(
     parts: Split,
     assessments: Sequence[Assessment],
     resume_point: ResumePoint | None,

@@ -47,12 +47,12 @@ _UNKNOWN_SHARE, _HIGHEST_RATE = 0.01, 1e-2
 _N_FIRST = 5  # rows
 _AT_START = 0.1  # of the steps before the resume
 _MEDIAN_LOSS = 1.57
-_OF_RECENT_FALL, _SURE = 0.3, 5.0
+_RECENT_FALL_SHARE, _SURE = 0.3, 5.0
 # With these the faults of 84 trainings moved the loss by at least 1.2 sizes, typically by 5.
-_OF_WHOLE_FALL = 0.4
-_OF_NOISE = 0.05
+_WHOLE_FALL_SHARE = 0.4
+_NOISE_SHARE = 0.05
 _LEAST_BY_NOISE, _MOST_BY_NOISE = 2.0, 3.0
-_ADAPTIVE, _OF_NORM = 0.5, 2.2
+_ADAPTIVE, _NORM_FACTOR = 0.5, 2.2
 
 # A row as close as this, or closer, has at most this probability with the fault.
 _IMPROBABLE = 0.02
@@ -110,18 +110,18 @@ def measure_update(resume: LoggedResume) -> UpdateSize:
         n = sum(step > last_steps[-1] - N_NOISE for step in last_steps)
         recently = _recent_fall(last_steps[-n:], values[-n:], noise)
         fall = _fall(losses, steps, [1.0] * len(rows), noise)
-        by_fall = max(2 * _UNKNOWN_SHARE * fall, _OF_RECENT_FALL * recently)
+        by_fall = max(2 * _UNKNOWN_SHARE * fall, _RECENT_FALL_SHARE * recently)
     least_share = min(1.0, max(_UNKNOWN_SHARE, (now or 0.0) / _HIGHEST_RATE))
     of_peak = least_share if share is None else share
     size = max(by_fall, _PER_PEAK_SHARE * of_peak)
     # Updates also differ by the noise of the gradient, which the noise of the batches shows.
-    with_noise = math.sqrt(size * _OF_NOISE * noise * of_peak)
+    with_noise = math.sqrt(size * _NOISE_SHARE * noise * of_peak)
     size = min(max(with_noise, size / _LEAST_BY_NOISE), size * _MOST_BY_NOISE)
     # An adaptive optimizer moves the loss by more than the learning rate times the gradient
     # norm; with another one the loss falls by far less than that.
     by_norm = (now or 0.0) * _relative_norm(recent)
     if by_fall > _ADAPTIVE * by_norm:
-        size = max(size, _OF_NORM * by_norm)
+        size = max(size, _NORM_FACTOR * by_norm)
     is_mean = _is_mean([number.value for _, number in finite(resume.before)], resume)
     return UpdateSize(size / max(1, resume.first_step) if is_mean else size, share, is_mean)
 
@@ -154,12 +154,12 @@ def _fall(
     early = [i for i, used in enumerate(consumed) if whole / 4 <= used < whole / 2]
     late = [i for i, used in enumerate(consumed) if used >= whole * 3 / 4]
     if min(len(early), len(late)) < _N_FIRST:
-        return _OF_WHOLE_FALL * by_whole
+        return _WHOLE_FALL_SHARE * by_whole
     parts = [[losses[i] for i in part] for part in (early, late)]
     squares = (noise_of(part, 0.0) ** 2 * _MEDIAN_LOSS / len(part) for part in parts)
     fallen = median(parts[0]) - median(parts[1]) - math.sqrt(sum(squares))
     used = fmean(consumed[i] for i in late) - fmean(consumed[i] for i in early)
-    return max(fallen / used, _OF_WHOLE_FALL * by_whole)
+    return max(fallen / used, _WHOLE_FALL_SHARE * by_whole)
 
 
 def _peak_share(
@@ -418,14 +418,14 @@ def loss_checks(
         f"{_lr_text(shown)}a stale tensor changes the loss by about {share(size)}, "
         f"less than {_least(shown.smallest_weights)}"
     )
-    yield _by_rows(WEIGHTS, same_weights, stale, weights or unseen)
+    yield _row_check(WEIGHTS, same_weights, stale, weights or unseen)
     jump = level.smallest_jump
     sees_jump = jump is not None and jump <= SMALLEST_JUMP
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""
     yield FaultCheck(
         NOTHING_LOADED, seen if sees_jump else "", "too few or too noisy rows for a jump"
     )
-    yield _by_rows(NOTHING_LOADED, same_weights, stale, "")
+    yield _row_check(NOTHING_LOADED, same_weights, stale, "")
     moves = f"{_lr_text(shown)}one update moves the loss by about {share(size)}"
     update = f"{twice}; {moves}, and {share(shown.smallest_update)} would be detected"
     why = all_agree or f"{moves}, less than {_least(shown.smallest_update)}"
@@ -433,23 +433,23 @@ def loss_checks(
         yield FaultCheck(OPTIMIZER, doubt=_drift_text(replay))
         yield FaultCheck(RATE, doubt=_drift_text(replay))
     same_update = not (shown.drifts or all_agree) and shown.smallest_update <= size
-    yield _by_rows(OPTIMIZER, same_update, update, why)
-    yield _by_rows(RATE, same_update, update, why)
+    yield _row_check(OPTIMIZER, same_update, update, why)
+    yield _row_check(RATE, same_update, update, why)
     if replay.agreement is Agreement.DRIFT and replay.same_first_norm and replay.first_is_exact:
         same = "the first loss and its gradient norm agree, before any update"
         yield FaultCheck(RANDOM, same)
     coarse = f"differences of {share(max(replay.median, replay.rounding))} could hide it"
     same_random = shown.smallest_random <= replay.noise and not weights
-    yield _by_rows(RANDOM, same_random, first, weights or coarse)
+    yield _row_check(RANDOM, same_random, first, weights or coarse)
     data = shown.smallest_data <= replay.noise and not all_agree
     batches = f"{twice}, and other batches differ by {share(replay.noise)}"
     digests = "detecting it takes a digest of the samples of each step (samples_digest)"
-    yield _by_rows(DATA, data, batches, digests)
-    yield _by_rows(BATCH, data, batches, "log tokens or samples")
+    yield _row_check(DATA, data, batches, digests)
+    yield _row_check(BATCH, data, batches, "log tokens or samples")
     named = "name the step of the checkpoint (--resume-step or --resume-report)"
-    yield _by_rows(COUNTER, data, f"{twice} under the same numbers", named)
+    yield _row_check(COUNTER, data, f"{twice} under the same numbers", named)
     same_digits = shown.smallest_rounding <= _ROUNDED and not all_agree
-    yield _by_rows(ROUNDED, same_digits, twice, all_agree or coarse)
+    yield _row_check(ROUNDED, same_digits, twice, all_agree or coarse)
     yield _averaged(replay)
     yield FaultCheck(
         _IN_PART,
@@ -457,7 +457,7 @@ def loss_checks(
     )
 
 
-def _by_rows(fault: str, is_shown: bool, compared: str, lacks: str) -> FaultCheck:
+def _row_check(fault: str, is_shown: bool, compared: str, lacks: str) -> FaultCheck:
     return FaultCheck(fault, compared if is_shown else "", lacks)
 
 

@@ -137,9 +137,9 @@ def assess(
     if not resume.restarted:
         findings += lacking
         if other_ranks is not None:
-            of_ranks = list(rank_findings(resume, replay, other_ranks))
-            findings += of_ranks
-            counters += rank_checks(of_ranks)
+            of_dropped_ranks = list(rank_findings(resume, replay, other_ranks))
+            findings += of_dropped_ranks
+            counters += rank_checks(of_dropped_ranks)
         findings += _loss_findings(resume, replay, level, {each.code for each in findings})
     losses = list(loss_checks(resume, replay, level, findings))
     findings += [each for check in losses for each in check.findings if each not in findings]
@@ -193,13 +193,13 @@ def _loss_findings(
             found=f"step {resume.first_step:,}",
         )
     yield from not_logged(resume)
-    yield from of_replay(resume, replay)
-    yield from of_other_data(resume, replay)
+    yield from replay_findings(resume, replay)
+    yield from other_data_findings(resume, replay)
     if replay.agrees:
-        later = of_later(resume.beyond(replay.rows[-1].step), replay)
+        later = later_findings(resume.beyond(replay.rows[-1].step), replay)
         yield from (finding for finding in later if finding.code not in counters)
     else:
-        yield from of_level(resume, level)
+        yield from level_findings(resume, level)
         yield from check_grad_norm(resume)
         yield from check_collapse(resume)
         if replay.agreement in (Agreement.NONE, Agreement.FEW):
@@ -259,7 +259,7 @@ _EQUAL_BY_CHANCE = 0.005
 _FOR_HIGHER = 8  # rows
 
 
-def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
+def replay_findings(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding for the steps that were logged twice, unless they prove the resume."""
     n = len(replay.rows)
     if replay.agrees and replay.origin is RowOrigin.COPIED:
@@ -383,7 +383,7 @@ _BY_NORM = {
 }
 
 
-def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
+def later_findings(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield findings for what stops continuing behind the steps that agree."""
     if not later.after:
         return
@@ -392,7 +392,8 @@ def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     # A rise that the steps logged twice hold as well belongs to the run.
     is_new = is_above(later.after, [row.before for row in replay.rows], level.noise)
     # The resume has worked so far, so a rise at the limit of what is usual is no evidence.
-    jumps = [each for each in of_level(later, level) if is_new and each.code != "loss.level-shift"]
+    rises = level_findings(later, level) if is_new else ()
+    jumps = [finding for finding in rises if finding.code != "loss.level-shift"]
     for finding in (*jumps, *check_grad_norm(later), *check_collapse(later)):
         yield Finding(
             "loss.later",
@@ -403,7 +404,7 @@ def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
         )
 
 
-def of_other_data(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
+def other_data_findings(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding where steps over other batches are nearly all higher than before."""
     if replay.agreement is not Agreement.OTHER_DATA or len(replay.rows) < GOOD_ROWS:
         return
@@ -419,7 +420,7 @@ def of_other_data(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     )
 
 
-def of_level(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
+def level_findings(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
     """Yield findings where the loss is higher after the resume."""
     if level.n_spikes >= _SPIKES:
         yield Finding(
