@@ -89,10 +89,10 @@ def decide(
     alive = _with_consequences([item for item in evidence if not item.survived])
     decisive = _decisive(alive, first_failed)
     if decisive is None:
-        cascades = tuple(each for each in alive if each.role is Role.CASCADE)
-        others = tuple(each for each in alive if each.role is Role.NOTE)
+        cascades = tuple(item for item in alive if item.role is Role.CASCADE)
+        others = tuple(item for item in alive if item.role is Role.NOTE)
         return WeighedEvidence(None, (), cascades, others, "low")
-    rest = [each for each in alive if each is not decisive]
+    rest = [item for item in alive if item is not decisive]
     agreeing = tuple(e for e in rest if e.failure == decisive.failure and _leads(e))
     consequences = tuple(e for e in rest if e not in agreeing and _follows(e, decisive))
     others = tuple(e for e in rest if e not in agreeing and e not in consequences)
@@ -135,15 +135,15 @@ def hardware(decision: WeighedEvidence) -> Iterator[tuple[Evidence, str]]:
     first = decision.decisive
     if first is None:
         return
-    for each in (first, *decision.agreeing):
-        if first.failure in _HARDWARE or (first.failure == "hang" and each.ranks):
-            certain = each.role is Role.CAUSE and decision.confidence == "low"
+    for item in (first, *decision.agreeing):
+        if first.failure in _HARDWARE or (first.failure == "hang" and item.ranks):
+            certain = item.role is Role.CAUSE and decision.confidence == "low"
             # What a program may have caused names no node to drain.
-            weak = each.action == Action.INVESTIGATE
-            yield each, "low" if weak else "medium" if certain else decision.confidence
-    for each in (*decision.others, *decision.consequences):
-        if each.failure in _HARDWARE and each.role is Role.CAUSE:
-            yield each, "low" if each.doubt else "medium" if each.action else "high"
+            weak = item.action == Action.INVESTIGATE
+            yield item, "low" if weak else "medium" if certain else decision.confidence
+    for item in (*decision.others, *decision.consequences):
+        if item.failure in _HARDWARE and item.role is Role.CAUSE:
+            yield item, "low" if item.doubt else "medium" if item.action else "high"
 
 
 def _leads(evidence: Evidence) -> bool:
@@ -153,11 +153,11 @@ def _leads(evidence: Evidence) -> bool:
 def _decisive(
     alive: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
 ) -> Evidence | None:
-    roots = [each for each in alive if each.role in (Role.CAUSE, Role.ROOT)]
+    roots = [root for root in alive if root.role in (Role.CAUSE, Role.ROOT)]
     if roots:
         return _first_root(roots, first_failed)
-    suspects = [each for each in alive if each.role is Role.SUSPECT]
-    suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
+    suspects = [suspect for suspect in alive if suspect.role is Role.SUSPECT]
+    suspects = [suspect for suspect in suspects if not suspect.rule.startswith(_LAST)] or suspects
     # srun cancels a step because a task failed.
     task_exits = [exited for exited in alive if exited.rule == "slurm.task-exit"]
     suspects = [
@@ -169,16 +169,16 @@ def _decisive(
         )
     ]
     # A rank that SIGKILL ended ends the others with SIGTERM; a preemption begins with SIGTERM.
-    killed = _first(each for each in suspects if each.rule in _SIGKILL)
+    killed = _first(suspect for suspect in suspects if suspect.rule in _SIGKILL)
     if killed is not None:
         suspects = [
             suspect
             for suspect in suspects
             if suspect.rule != "stop.sigterm" or _earlier(suspect, killed) is not killed
         ]
-    strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
+    strong = [suspect for suspect in suspects if not suspect.rule.startswith(_WEAK)]
     # An exception that no rule knows only names what the lines about it explain.
-    strong = [each for each in strong if not each.rule.startswith(_UNNAMED)] or strong
+    strong = [suspect for suspect in strong if not suspect.rule.startswith(_UNNAMED)] or strong
     hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
     # A killed process explains the peers that waited for it, never the reverse.
     return _first(
@@ -193,13 +193,13 @@ def _first_root(
     roots: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
 ) -> Evidence:
     # What may be of another time or place does not explain what is of the attempt.
-    first = _first([each for each in roots if not each.doubt]) or _first(roots) or roots[0]
+    first = _first([root for root in roots if not root.doubt]) or _first(roots) or roots[0]
     if first.role is Role.ROOT and first_failed is not None and first_failed[1] is not None:
-        named = [each for each in roots if each.rank == first_failed[1]]
+        named = [root for root in roots if root.rank == first_failed[1]]
         first = _first(named) or first
-    better = [each for each in roots if _knows_better(each, first)]
+    better = [root for root in roots if _knows_better(root, first)]
     first = _first(better) or first
-    worse = [each for each in roots if _outranks(each, first)]
+    worse = [root for root in roots if _outranks(root, first)]
     return _first(worse) or first
 
 
@@ -260,7 +260,7 @@ def _earlier(first: Evidence, second: Evidence) -> Evidence:
         if abs(apart) > SAME_MOMENT_S:
             return second if apart < 0 else first
     if first.role is not second.role:
-        return min(first, second, key=lambda each: each.role.place)
+        return min(first, second, key=lambda item: item.role.place)
     if first.at_s is not None and second.at_s is not None:
         return second if second.at_s < first.at_s else first
     return first
@@ -283,11 +283,11 @@ def _confidence(
         return "low"
     if decisive.rule.startswith(("recorder.", "gpu.ecc")):
         level = 1
-    if any(each.role is Role.CAUSE for each in agreeing):
+    if any(item.role is Role.CAUSE for item in agreeing):
         level += 1
-    if any(_leads(each) for each in others):
+    if any(_leads(item) for item in others):
         level -= 1
-    if decisive.doubt and all(each.doubt for each in agreeing):
+    if decisive.doubt and all(item.doubt for item in agreeing):
         level = min(level, 1)
     return CONFIDENCES[max(0, min(level, 2))]
 
@@ -342,7 +342,7 @@ def classify(
     read = read_logs(names, flight_recorder, storage, deadline_s)
     stall = guarded("comparing the dumps", partial(compare_dumps, read.dumps))
     stacks = guarded("comparing the stacks", lambda: [*compared(read.stacks)])
-    failed = [each.message for each in (stall, stacks) if isinstance(each, Unknown)]
+    failed = [result.message for result in (stall, stacks) if isinstance(result, Unknown)]
     stall = compare_dumps(()) if isinstance(stall, Unknown) else stall
     read = replace(read, unread=(*read.unread, *failed))
     place = flight_recorder or next((dump.file for dump in read.dumps), "")
@@ -383,7 +383,7 @@ def _answer(
     name = decisive.failure if decisive else "none" if finished else "unknown"
     about = CLASSES[name]
     same = () if decisive is None else (decisive, *decision.agreeing)
-    node = next((each.host for each in same if each.host and each.rank == same[0].rank), None)
+    node = next((item.host for item in same if item.host and item.rank == same[0].rank), None)
     action = Action(decisive.action) if decisive and decisive.action else about.action
     suspected = decisive is not None and decisive.role is Role.SUSPECT
     accuses = action is Action.DRAIN or (suspected and about.name == "job-code")
@@ -405,7 +405,7 @@ def _answer(
         evidence=((decisive, *decision.agreeing) if decisive else ())[:_SHOWN],
         consequences=decision.consequences[:_SHOWN],
         others=decision.others[:_SHOWN],
-        survived=tuple(each for each in found if each.survived)[:_SHOWN],
+        survived=tuple(item for item in found if item.survived)[:_SHOWN],
         collectives=stall.collectives,
         ranks_without_dump=stall.without_dump,
         n_files=read.n_files,
@@ -438,7 +438,7 @@ def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node:
     recorded = decisive.rule.startswith("recorder.")
     rank = ranks_listed(ranks) if ranks else None
     named = None if recorded and decisive.failure == "hang" else rank
-    where = ", ".join(each for each in (node, decisive.device, named) if each)
+    where = ", ".join(part for part in (node, decisive.device, named) if part)
     others = recorded and stall.without_dump
     return (
         f"{decisive.description}{f' ({where})' if where else ''}"
@@ -480,18 +480,18 @@ def suspects_in(
     Each evidence has its confidence. `hosts` are the nodes of ranks that the logs show.
     """
     suspects: dict[str | None, Suspect] = {}
-    for each, confidence in evidence:
-        ranks = each.ranks if each.rank is None else (*each.ranks, each.rank)
-        for node, of_node in _places(each, ranks, hosts):
+    for item, confidence in evidence:
+        ranks = item.ranks if item.rank is None else (*item.ranks, item.rank)
+        for node, of_node in _places(item, ranks, hosts):
             known = suspects.get(node, Suspect(node, (), (), CONFIDENCES[0]))
             suspects[node] = Suspect(
                 node,
-                tuple(dict.fromkeys((*known.devices, *([each.device] if each.device else [])))),
+                tuple(dict.fromkeys((*known.devices, *([item.device] if item.device else [])))),
                 tuple(dict.fromkeys((*known.ranks, *of_node))),
                 max(known.confidence, confidence, key=CONFIDENCES.index),
             )
     # The same device may be named with and without its node.
-    named = {device for node, each in suspects.items() if node for device in each.devices}
+    named = {device for node, suspect in suspects.items() if node for device in suspect.devices}
     nowhere = suspects.get(None)
     is_alone = len(suspects) == 1
     if nowhere and not (is_alone or nowhere.ranks or {*nowhere.devices} - named):

@@ -320,8 +320,8 @@ class FailureLogReader:
             return ()
         noted = exceptions and _is_noted(first)
         evidence = []
-        for each in (first, *exceptions):
-            found = self._weighed(number, each, sorted(asked or ()))
+        for part in (first, *exceptions):
+            found = self._weighed(number, part, sorted(asked or ()))
             if found is not None:
                 leads = found.role in (Role.ROOT, Role.SUSPECT)
                 found = replace(found, role=Role.NOTE) if noted and leads else found
@@ -738,11 +738,11 @@ def _weaken(
 
     The job may have failed while it waited, or may not have noticed.
     """
-    for key, each in kept.items():
-        found = each.evidence
+    for key, held in kept.items():
+        found = held.evidence
         same = recovered.device is None or found.device in (None, recovered.device)
-        if each.reader is reader and found.rule == "storage.kernel" and same:
-            kept[key] = replace(each, evidence=replace(found, role=Role.SUSPECT))
+        if held.reader is reader and found.rule == "storage.kernel" and same:
+            kept[key] = replace(held, evidence=replace(found, role=Role.SUSPECT))
 
 
 _MAX_KEPT = 2000

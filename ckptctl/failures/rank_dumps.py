@@ -177,7 +177,7 @@ def _members(config: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, 
     for name, group in config.items():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, str):
-            ranks = [clamped(each) for each in re.findall(r"\d{1,7}", ranks[: 8 * _MAX_RANKS])]
+            ranks = [clamped(digits) for digits in re.findall(r"\d{1,7}", ranks[: 8 * _MAX_RANKS])]
         if isinstance(ranks, list) and ranks:
             known = (rank for rank in ranks[:_MAX_RANKS] if isinstance(rank, int))
             yield str(name), tuple(rank for rank in known if 0 <= rank < _MAX_RANKS)
@@ -279,7 +279,7 @@ def _list(value: object) -> list[object]:
 
 
 def _shapes(sizes: object) -> str:
-    return ", ".join("x".join(map(str, _list(each))) or "scalar" for each in _list(sizes)[:8])
+    return ", ".join("x".join(map(str, _list(size))) or "scalar" for size in _list(sizes)[:8])
 
 
 def _n_elements(sizes: object) -> int:
@@ -388,7 +388,7 @@ class Stack:
         """The place, and the function of a library that it called, or the innermost one."""
         inner = self.frames[: innermost_of_program(self.frames)]
         frames = inner if innermost else inner[::-1]
-        called = next((each.name for each in frames if not _DECORATOR.search(each.name)), None)
+        called = next((frame.name for frame in frames if not _DECORATOR.search(frame.name)), None)
         return self.place if called is None else f"{self.place}, in {called}"
 
 
@@ -444,20 +444,20 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
     count as waiting. Of several stacks of one rank the last counts. Nothing where fewer
     than three ranks have a stack.
     """
-    of_rank = {each.rank: each for each in stacks if each.rank is not None and each.is_main}
-    waiting = {rank: each for rank, each in of_rank.items() if each.waits} or of_rank
+    of_rank = {stack.rank: stack for stack in stacks if stack.rank is not None and stack.is_main}
+    waiting = {rank: stack for rank, stack in of_rank.items() if stack.waits} or of_rank
     if len(of_rank) < 3 or len(waiting) * 2 < len(of_rank):
         return
-    others = {rank: each for rank, each in of_rank.items() if rank not in waiting}
+    others = {rank: stack for rank, stack in of_rank.items() if rank not in waiting}
     if not others:
         others, waiting = _elsewhere(waiting)
     if not others:
         return
     first = others[min(others)]
     # Inside one call of the program, only the innermost functions differ.
-    same = {each.place for each in others.values()} & {each.place for each in waiting.values()}
+    same = {stack.place for stack in others.values()} & {stack.place for stack in waiting.values()}
     here, there = (
-        Counter(each.described(innermost=bool(same)) for each in of.values()).most_common(1)[0][0]
+        Counter(stack.described(innermost=bool(same)) for stack in of.values()).most_common(1)[0][0]
         for of in (others, waiting)
     )
     yield Evidence(
@@ -476,11 +476,11 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
 
 def _elsewhere(waiting: Mapping[int, Stack]) -> tuple[dict[int, Stack], dict[int, Stack]]:
     """The few that wait at another place of the program than most, and the rest."""
-    (most, n_most), *_ = Counter(each.place for each in waiting.values()).most_common()
-    few = {rank: each for rank, each in waiting.items() if each.place != most}
+    (most, n_most), *_ = Counter(stack.place for stack in waiting.values()).most_common()
+    few = {rank: stack for rank, stack in waiting.items() if stack.place != most}
     if n_most * 2 <= len(waiting):
         few = {}
-    return few, {rank: each for rank, each in waiting.items() if rank not in few}
+    return few, {rank: stack for rank, stack in waiting.items() if rank not in few}
 
 
 # Operations that no member can complete before every member has started them.
@@ -612,11 +612,11 @@ def compare_dumps(dumps: Sequence[Dump]) -> Stall:
     groups = [*_groups(by_rank)]
     stalled = [found for group in groups if (found := _stalled(group)) is not None]
     waits = _waits(stalled, groups, by_rank)
-    differing = {rank for each in stalled for rank in each.differing}
+    differing = {rank for collective in stalled for rank in collective.differing}
     awaited = {rank for others in waits.values() for rank in others}
     never_joined = {rank for rank in awaited if rank in by_rank and not waits.get(rank)}
     in_cycle = _cycle(waits) if not (never_joined or differing) else set()
-    behind = {rank for each in stalled for rank in each.behind} - differing - in_cycle
+    behind = {rank for collective in stalled for rank in collective.behind} - differing - in_cycle
     members = {rank for group in groups for rank in group.members}
     members |= {*range(max(by_rank, default=-1) + 1)}
     return Stall(
@@ -691,7 +691,9 @@ def _stalled(group: _Group) -> StalledCollective | None:
 
 
 def _collective(group: _Group, sequence: int) -> StalledCollective:
-    calls = {rank: each[sequence] for rank, each in group.calls.items() if sequence in each}
+    calls = {
+        rank: recorded[sequence] for rank, recorded in group.calls.items() if sequence in recorded
+    }
     differing = _differing(calls, len(group.members))
     first = next((call for rank, call in calls.items() if rank not in differing), None)
     first = first or next(iter(calls.values()))
@@ -749,9 +751,9 @@ def _waits(
 ) -> Mapping[int, set[int]]:
     """For each waiting rank, the ranks that it waits for."""
     waits: dict[int, set[int]] = defaultdict(set)
-    for each in stalled:
-        for rank in each.joined:
-            waits[rank] |= {*each.missing, *each.without_dump} - {rank}
+    for collective in stalled:
+        for rank in collective.joined:
+            waits[rank] |= {*collective.missing, *collective.without_dump} - {rank}
     members = {(group.name, rank): group.members for group in groups for rank in group.calls}
     # Each rank counts its own point-to-point operations, so the numbers of two ranks
     # cannot be compared; how many are pending can.

@@ -100,7 +100,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _TABLE = msgspec.toml.decode(
     (resources.files("ckptctl.failures") / "classes.toml").read_bytes(), type=_Table
 )
-CLASSES: Mapping[str, FailureClass] = {each.name: each for each in _TABLE.classes}
+CLASSES: Mapping[str, FailureClass] = {failure.name: failure for failure in _TABLE.classes}
 """Every class by name, in the order of the documentation."""
 EXITS = _TABLE.exits
 """What exit codes show, by the number or the name of the signal."""
@@ -283,4 +283,8 @@ class Classification:
     def nodes_from(self, confidence: str) -> tuple[str, ...]:
         """The names of the nodes that are suspected with at least this confidence."""
         enough = CONFIDENCES[CONFIDENCES.index(confidence) :]
-        return tuple(each.node for each in self.suspects if each.node and each.confidence in enough)
+        return tuple(
+            suspect.node
+            for suspect in self.suspects
+            if suspect.node and suspect.confidence in enough
+        )

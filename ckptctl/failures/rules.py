@@ -121,7 +121,7 @@ def _by_word(literals: Mapping[bytes, frozenset[int]]) -> Mapping[bytes, tuple[b
     found: dict[bytes, list[bytes]] = defaultdict(list)
     for literal in literals:
         found[max(re.findall(b"[a-z]*", literal), key=len)].append(literal)
-    return {word: tuple(each) for word, each in found.items()}
+    return {word: tuple(texts) for word, texts in found.items()}
 
 
 _LITERALS = _by_literal()

@@ -247,7 +247,7 @@ def _elsewhere(evidence: Evidence, scope: AttemptScope) -> str:
         return f"it is about job {other}, and this is {own}"
     host = _short(evidence.host)
     # A pod has another name than its node: only names of one form can be compared.
-    comparable = scope.has_all_hosts and _form(host) in {_form(each) for each in scope.hosts}
+    comparable = scope.has_all_hosts and _form(host) in {_form(known) for known in scope.hosts}
     if host and comparable and host not in scope.hosts:
         return f"{host} is none of the {counted(len(scope.hosts), 'node')} of the job"
     return ""

@@ -45,8 +45,8 @@ def seconds_of(parts: Mapping[str, str | None]) -> float | None:
         return time_s + fraction
     month = _MONTHS.index(name) + 1 if name else clamped(parts.get("mo") or "0")
     now = datetime.now(UTC) if year is None else None
-    for each in (now.year, now.year - 1) if now is not None else (year or 0,):
-        midnight = _midnight(each, month, clamped(day))
+    for candidate in (now.year, now.year - 1) if now is not None else (year or 0,):
+        midnight = _midnight(candidate, month, clamped(day))
         if midnight is None:
             continue
         at_s = midnight + time_s + fraction - _offset_s(parts.get("z"))

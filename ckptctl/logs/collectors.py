@@ -170,7 +170,7 @@ def _source_of(document: Mapping[str, object], depth: int = 2) -> str:
         if isinstance(name, str) and re.fullmatch(r"[\w./-]{1,200}", name):
             return name.replace("/", "-")
     inside = (document.get(key) for key in KEYS["holds_source"] if depth)
-    found = (_source_of(each, depth - 1) for each in inside if isinstance(each, dict))
+    found = (_source_of(value, depth - 1) for value in inside if isinstance(value, dict))
     return next(filter(None, found), "")
 
 
@@ -181,11 +181,11 @@ def _first_time(document: Mapping[str, object]) -> float | None:
 
 def _records_in(value: object, depth: int = _MAX_DEPTH) -> Iterator[LogRecord]:
     if isinstance(value, list):
-        for each in value:
-            if isinstance(each, list) and len(each) > 1 and isinstance(each[1], str):
-                yield LogRecord(each[1], time_of(each[0]))
+        for element in value:
+            if isinstance(element, list) and len(element) > 1 and isinstance(element[1], str):
+                yield LogRecord(element[1], time_of(element[0]))
             elif depth:
-                yield from _records_in(each, depth - 1)
+                yield from _records_in(element, depth - 1)
     elif isinstance(value, dict):
         record = _record_of(value)
         if record is not None:

@@ -389,7 +389,7 @@ def _from_json(text: str) -> LogLine | None:
         return None
     # docker and containerd wrap the program's line, which has its own prefixes.
     wrapped = take_apart(texts[0]) if not texts[0].lstrip().startswith("{") else LogLine(texts[0])
-    extra = " ".join(each for each in texts[1:] if each not in texts[0])
+    extra = " ".join(more for more in texts[1:] if more not in texts[0])
     level = _LEVELS.get(str(_first(document, KEYS["level"])).upper())
     source = _record_source(text)
     return replace(

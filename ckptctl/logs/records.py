@@ -192,7 +192,10 @@ class JsonLinesReader(RecordReader):
         history = record.get("log_history")
         records = history if isinstance(history, list) else [record]
         return [
-            row for each in records if isinstance(each, dict) for row in self.add(each, position)
+            row
+            for element in records
+            if isinstance(element, dict)
+            for row in self.add(element, position)
         ]
 
     def add(self, record: Mapping[str, Any], position: LogPosition) -> Sequence[Row]:

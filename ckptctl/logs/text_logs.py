@@ -277,7 +277,7 @@ class RankDeduplicator:
             return ()
         self._clear()
         self._rank = self.others.kept = rank
-        return [each for each in held if self._is_new(each)]
+        return [waiting for waiting in held if self._is_new(waiting)]
 
     def _clear(self) -> None:
         self._held.clear()
@@ -456,7 +456,9 @@ class TextLog(Log):
 
     def _ended(self) -> Iterator[Row | Marker]:
         for (name, rank), reader in list(self._readers.items()):
-            form = self._chosen or next(each for each in self._candidates if each.name == name)
+            form = self._chosen or next(
+                candidate for candidate in self._candidates if candidate.name == name
+            )
             for row in reader.end():
                 yield from self._found(form, rank, row)
         self._incomplete.clear()
@@ -482,7 +484,7 @@ class TextLog(Log):
         if len(rows) == 1:
             rows = self._ranks.row(rank, rows[0])
             return rows if self._averages is None else map(self._averaged, rows)
-        return [each for row in rows for each in self._found(self._chosen, rank, row)]
+        return [item for row in rows for item in self._found(self._chosen, rank, row)]
 
     def _rows_of_any(self, text: str, rank: Rank, position: LogPosition) -> Iterator[Row | Marker]:
         """The rows of a line in the first format that has any."""
@@ -569,7 +571,9 @@ class TextLog(Log):
         self._candidates = (form,)
         self._undecided = []
         self._used = self.used
-        self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
+        self._readers = {
+            key: reader for key, reader in self._readers.items() if key[0] == form.name
+        }
         self._incomplete = {key for key in self._incomplete if key[0] == form.name}
         if form.averages:
             self._averages = Averages(first_alone=form.first_alone)
@@ -591,7 +595,7 @@ def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]
         return (_line_format(pattern_format(pattern)),)
     if form is None:
         return TEXT_FORMATS
-    named = tuple(each for each in TEXT_FORMATS if each.name == form)
+    named = tuple(candidate for candidate in TEXT_FORMATS if candidate.name == form)
     if not named:
         raise OptionError("--format", f"{form}: unknown format")
     return named

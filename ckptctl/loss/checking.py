@@ -88,7 +88,7 @@ class LossReport:
     @property
     def worst(self) -> Assessment | None:
         """The assessment that `verdict` is from."""
-        return min(self.assessments, key=lambda each: each.verdict.place, default=None)
+        return min(self.assessments, key=lambda assessment: assessment.verdict.place, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ def check_split(
     if damage.at_end and resume_point is not None:
         # The rows before the damage belong to an earlier resume; those of the requested
         # resume come after the damage.
-        chosen = [each for each in chosen if each.after[-1].step > resume_point.step]
+        chosen = [resume for resume in chosen if resume.after[-1].step > resume_point.step]
     if isinstance(options.which, int) and not chosen:
         n_resumes = max(0, parts.n_segments - 1)
         raise OptionError("--resume", f"{options.which}: the logs hold {n_resumes} resumes")
@@ -258,7 +258,9 @@ _RECENT = 100
 
 def _last_step(parts: Split) -> int:
     """The last step that can have been trained before the logs end, or before a row of them."""
-    lasts = (each.last_step + log_interval(each.rows[-_RECENT:]) for each in parts.segments)
+    lasts = (
+        segment.last_step + log_interval(segment.rows[-_RECENT:]) for segment in parts.segments
+    )
     return max(lasts, default=0)
 
 
@@ -320,7 +322,7 @@ def _answer(
     verdicts = [assessment.verdict for assessment in assessments]
     forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
     verdict = worst_of([*verdicts, *forced])
-    worst = min(assessments, key=lambda each: each.verdict.place, default=None)
+    worst = min(assessments, key=lambda assessment: assessment.verdict.place, default=None)
     deciding = decisive(findings, verdict)
     message = deciding.message if deciding is not None else ""
     if worst is not None and deciding is None:

@@ -133,7 +133,7 @@ def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
 def _restarted(resume: LoggedResume) -> Finding:
     row = resume.after[0]
     before = resume.overwritten
-    begins = min((each.step for each in (*resume.before, *before)), default=row.step)
+    begins = min((earlier.step for earlier in (*resume.before, *before)), default=row.step)
     # The later log may lead up to the first step of the earlier one.
     joins = row.step < begins <= resume.after[-1].step + max(1, resume.interval)
     order = ", or the logs were not given oldest first" if joins else ""
@@ -176,7 +176,7 @@ def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
         "after the first step of the resumed job"
     )
     if was_bad:
-        steps = [each.step for each in resume.before if each.loss and not _bad([each])]
+        steps = [earlier.step for earlier in resume.before if earlier.loss and not _bad([earlier])]
         last = f"the last finite one is that of step {steps[-1]:,}" if steps else "nor before it"
         message = (
             f"no loss after the resume is finite ({len(bad):,} rows), {last}: the checkpoint was "
@@ -495,7 +495,9 @@ def _count_jump(resume: LoggedResume, what: str, count: Count) -> Finding | None
         return None
     per_step = median(rates)
     # Batches that vary do so before the resume, too.
-    usual = max((abs(each) for _, _, each in _excesses(resume.before, count, per_step)), default=0)
+    usual = max(
+        (abs(excess) for _, _, excess in _excesses(resume.before, count, per_step)), default=0
+    )
     for row, expected, excess in _excesses(after, count, per_step):
         if abs(excess) > 1.5 * per_step + 2 * usual:
             return _count_finding(row, what, expected, expected + excess, "the row before leads to")
@@ -668,7 +670,7 @@ def _lr_trend(earlier: Sequence[Row], row: Row) -> tuple[float, float] | None:
     gap = row.step - earlier[-1].step
     slope, last, found = median(slopes), _lr_value(earlier[-1]), row.lr.value
     expected = last + slope * gap
-    spread = max(abs(each - slope) for each in slopes) * gap
+    spread = max(abs(other - slope) for other in slopes) * gap
     allowed = max(_LR_EXPECTED * abs(expected), 5 * spread, 2 * row.lr.quantum)
     # A schedule may become constant at this very step.
     low, high = min(last, expected) - allowed, max(last, expected) + allowed

@@ -209,8 +209,10 @@ def follow_loss(
             for item in tail.new_items():
                 # Rows of a log before it that wait for more bytes come first.
                 earlier, n_ended = tails[n_ended:number], max(n_ended, number)
-                for each in chain(chain.from_iterable(one.end() for one in earlier), [item]):
-                    splitter.feed(each)
+                for waiting in chain(
+                    chain.from_iterable(before.end() for before in earlier), [item]
+                ):
+                    splitter.feed(waiting)
                     n_new += 1
         ended = all(tail.ended for tail in tails)
         over = ended or (deadline is not None and time.monotonic() >= deadline)

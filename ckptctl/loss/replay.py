@@ -186,8 +186,8 @@ def compare_replay(resume: LoggedResume) -> Replay:
     # The rules compare logarithms; a reader compares the two losses of the row.
     relative = relative_for(measure)
     rows = tuple(
-        Replayed(old.step, old, new, relative(each))
-        for (old, new), each in zip(pairs, d, strict=True)
+        Replayed(old.step, old, new, relative(change))
+        for (old, new), change in zip(pairs, d, strict=True)
     )
     # A log with one row in ten steps usually prints the mean of ten.
     agreement = _agreement(d, shapes, rounding, noise, max(1, resume.interval))
@@ -198,7 +198,7 @@ def compare_replay(resume: LoggedResume) -> Replay:
     other = agreement is Agreement.OTHER_DATA
     origin, copied_because = _origin(resume, rows, earlier[-_N_AMONG - len(rows) :])
     recent = [measure(number.value) for number in untouched[-_N_AMONG - len(pairs) :]]
-    most = max(abs(each) for each in d)
+    most = max(abs(change) for change in d)
     sizes = [abs(row.difference) for row in rows]
     return Replay(
         agreement=agreement,
@@ -295,7 +295,7 @@ def _vary(
 
     def share(value: float, of: Sequence[float]) -> float:
         # The value itself is among them; half a further one is added for those not seen.
-        same = sum(abs(each - value) <= within for each in of)
+        same = sum(abs(other - value) <= within for other in of)
         return (max(0, same - 1) + 0.5) / max(1, len(of))
 
     if max(share(value, values) for value in values) > 0.5:
@@ -355,7 +355,7 @@ def _agreement(
     noise: float,
     interval: int,
 ) -> Agreement:
-    sizes = [abs(each) for each in d]
+    sizes = [abs(change) for change in d]
     if len(d) < MIN_ROWS:
         exact = len(d) >= EXACT_ROWS and max(sizes) <= EXACT and rounding <= EXACT / 2
         return Agreement.IDENTICAL if exact else Agreement.FEW
@@ -366,7 +366,7 @@ def _agreement(
     by_chance = _BY_CHANCE * math.sqrt(2) * noise
     equal = max(EXACT, rounding)
     begins_equal = sizes[0] <= equal and (equal < by_chance or same_batches)
-    later = math.sqrt(fmean(each * each for each in d[1:_DRIFT_ROWS]))
+    later = math.sqrt(fmean(change * change for change in d[1:_DRIFT_ROWS]))
     if begins_equal and later > max(_DRIFT, 3 * rounding):
         return Agreement.DRIFT
     same_median = _same_median(rounding, interval)
@@ -388,7 +388,7 @@ def _agreement(
 def _error(d: Sequence[float], noise: float) -> float:
     """The standard error of the median, from the spread of the differences or `noise`."""
     middle = median(d)
-    spread = _MAD * median(abs(each - middle) for each in d)
+    spread = _MAD * median(abs(change - middle) for change in d)
     return max(spread, math.sqrt(2) * noise, EXACT) * math.sqrt(_MEDIAN_LOSS / len(d))
 
 
@@ -400,7 +400,7 @@ def _same_batches(
     d: Sequence[float], shapes: tuple[list[float], list[float]], noise: float
 ) -> bool:
     """Whether both logs rise and fall together, as over the same batches."""
-    spread = math.sqrt(fmean((each - median(d)) ** 2 for each in d))
+    spread = math.sqrt(fmean((change - median(d)) ** 2 for change in d))
     ratio = spread / (math.sqrt(2) * noise)
     if ratio < (_SAME_BATCHES_FEW if len(d) < GOOD_ROWS else _SAME_BATCHES):
         return True

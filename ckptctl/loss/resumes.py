@@ -214,7 +214,7 @@ def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
         return True
     # The last rows of a job that died are often lost in a buffer.
     lost = _LOST_ROWS * log_interval(last.rows[:100])
-    return any(each.last_step + lost >= resume_point.step for each in earlier)
+    return any(segment.last_step + lost >= resume_point.step for segment in earlier)
 
 
 def resume_alone(split: Split, resume_point: ResumePoint | None) -> LoggedResume | None:
@@ -248,7 +248,7 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
         return None
     segment = canary.segments[-1]
     first = segment.first_step
-    begun = [i for i, each in enumerate(run.segments) if each.first_step <= first]
+    begun = [i for i, candidate in enumerate(run.segments) if candidate.first_step <= first]
     if not begun:
         return None
     # Where the run itself resumed later, an earlier segment holds these steps.
@@ -467,7 +467,7 @@ class NamedCheckpoint:
         if reported is None or reported.step != self.step:
             reported = ResumePoint(self.step, "asked")
         names = ("tokens", "samples", "world_size", "saved_world_size")
-        given = {name: each for name in names if (each := getattr(self, name)) is not None}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(reported, source="asked", **given), report
 
 

@@ -177,7 +177,7 @@ class Splitter:
         if row.step > segment.last.step or (row.step == segment.last.step and not is_history):
             return False
         kept = (segment.row_of(row.step), *(_row_of(done.rows, row.step) for done in self._done))
-        if not any(each is not None and _is_same(each, row) for each in kept):
+        if not any(earlier is not None and _is_same(earlier, row) for earlier in kept):
             return False
         self._n_copies += 1
         # The line that announced these rows was copied with them.
@@ -266,7 +266,7 @@ class _OpenSegment:
 
     def continues_at_once(self, row: Row) -> bool:
         """Whether a row follows the last one sooner than another process could write it."""
-        recent = [each.at for each in islice(reversed(self._last or self._first), _RECENT)]
+        recent = [earlier.at for earlier in islice(reversed(self._last or self._first), _RECENT)]
         times = [at for at in reversed(recent) if at is not None]
         if row.at is None or len(times) < len(recent) or len(times) < 2:
             return False

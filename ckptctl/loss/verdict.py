@@ -140,9 +140,11 @@ def assess(
             of_dropped_ranks = list(rank_findings(resume, replay, other_ranks))
             findings += of_dropped_ranks
             counters += rank_checks(of_dropped_ranks)
-        findings += _loss_findings(resume, replay, level, {each.code for each in findings})
+        findings += _loss_findings(resume, replay, level, {finding.code for finding in findings})
     losses = list(loss_checks(resume, replay, level, findings))
-    findings += [each for check in losses for each in check.findings if each not in findings]
+    findings += [
+        finding for check in losses for finding in check.findings if finding not in findings
+    ]
     if not resume.restarted:
         findings += check_throughput(resume)
     ordered = in_order(findings)
@@ -177,7 +179,7 @@ def decisive(findings: Iterable[Finding], verdict: LossVerdict) -> Finding | Non
 
 def _not_excluded(faults: Iterable[Fault]) -> list[Fault]:
     """The faults that keep the verdict from `continuous`."""
-    return [each for each in faults if each.name in REQUIRED and not each.excluded]
+    return [fault for fault in faults if fault.name in REQUIRED and not fault.excluded]
 
 
 def _loss_findings(
