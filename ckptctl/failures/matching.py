@@ -30,7 +30,7 @@ from ckptctl.failures.scope import (
     job_end_in,
     job_of_log,
     jobs_in,
-    short_hosts,
+    short_host,
     shows_start,
 )
 from ckptctl.logs.log_lines import (
@@ -302,7 +302,7 @@ class FailureLogReader:
             # The step of the line with the last time is counted behind it.
             ends=self.n_progress - self._until_clock <= 1,
             progress_s=clock_of(settled) if settled else None,
-            hosts=short_hosts({*self.hosts.values(), *self._named_hosts}),
+            hosts=frozenset(map(short_host, {*self.hosts.values(), *self._named_hosts})),
             has_all_hosts=0 < self._n_ranks == len(self.hosts),
             pids=frozenset(self._pids),
             jobs=frozenset(self._jobs),

@@ -654,19 +654,15 @@ def _groups(dumps: Mapping[int, Dump]) -> Iterator[_Group]:
             by_rank = {rank: {} for rank in by_rank}
         # `split_group` gives the same name to groups of different ranks. Gloo's recorder of
         # torch 2.13 lists no members.
-        listed = members[name] or {tuple(sorted(_recorded(described[name], by_rank, dumps)))}
+        is_default = described[name] == DEFAULT_GROUP
+        recorded = range(max(dumps) + 1) if is_default else sorted(by_rank)
+        listed = members[name] or {tuple(recorded)}
         for ranks in sorted(listed):
             inside = {rank: by_rank.get(rank, {}) for rank in ranks if rank in dumps}
             enqueued = {
                 rank: dumps[rank].enqueued[name] for rank in inside if name in dumps[rank].enqueued
             }
             yield _Group(name, described[name], ranks, inside, enqueued)
-
-
-def _recorded(
-    description: str, by_rank: Mapping[int, object], dumps: Mapping[int, Dump]
-) -> Sequence[int]:
-    return range(max(dumps) + 1) if description == DEFAULT_GROUP else [*by_rank]
 
 
 def _stalled(group: _Group) -> StalledCollective | None:

@@ -245,7 +245,7 @@ def _elsewhere(evidence: Evidence, scope: AttemptScope) -> str:
     if jobs and scope.jobs and not jobs & scope.jobs:
         other, own = ", ".join(sorted(jobs)), ", ".join(sorted(scope.jobs))
         return f"it is about job {other}, and this is {own}"
-    host = _short(evidence.host)
+    host = short_host(evidence.host)
     # A pod has another name than its node: only names of one form can be compared.
     comparable = scope.has_all_hosts and _form(host) in {_form(known) for known in scope.hosts}
     if host and comparable and host not in scope.hosts:
@@ -306,12 +306,13 @@ def _zone_doubt(evidence: Evidence, scope: AttemptScope) -> str:
 
 
 def _place_doubt(evidence: Evidence, scope: AttemptScope) -> str:
-    if _is_ours(evidence, scope) or _short(evidence.host) in scope.hosts:
+    if _is_ours(evidence, scope) or short_host(evidence.host) in scope.hosts:
         return ""
     return "the job's logs do not show that it ran there"
 
 
-def _short(host: str | None) -> str:
+def short_host(host: str | None) -> str:
+    """The name of a host without its domain."""
     return (host or "").partition(".")[0].lower()
 
 
@@ -322,8 +323,3 @@ def _form(host: str) -> str:
 def job_of_log(name: str) -> frozenset[str]:
     """The job in the name of a log, such as `slurm-8032.out`."""
     return jobs_in(os.path.basename(name)) if "slurm-" in name else frozenset()
-
-
-def short_hosts(hosts: Iterable[str]) -> frozenset[str]:
-    """Names of hosts without their domains."""
-    return frozenset(_short(host) for host in hosts)

@@ -219,7 +219,7 @@ class LineReader(RankReader):
         self._head = re.compile(joined(form.head))
         self._pairs = re.compile(joined(form.pairs)) if form.pairs else None
         self._tail = re.compile(form.tail) if form.tail else None
-        self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
+        self.maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
         self.templates = LineTemplates()
         """Those of all ranks of the log."""
         self._held: tuple[str, str, LogPosition] | None = None
@@ -320,12 +320,12 @@ class LineReader(RankReader):
         spans = {name: head.span(name) for name, value in head.groupdict().items() if value}
         named = [*((name, span) for name, span in spans.items() if name in FIELDS)]
         named += self._named(text, head.start())
-        best = self._maker.best(named)
+        best = self.maker.best(named)
         if "loss" in best:
-            n_kinds = len(self._maker.seen_losses)
-            if self._maker.is_repeated(best["loss"][2]):
+            n_kinds = len(self.maker.seen_losses)
+            if self.maker.is_repeated(best["loss"][2]):
                 del best["loss"]
-            if len(self._maker.seen_losses) > n_kinds:
+            if len(self.maker.seen_losses) > n_kinds:
                 self.templates.clear()  # another name may be that of the loss from here on
         step_groups = {name: span for name, span in spans.items() if name in _STEP_GROUPS}
         places = {**{field: span for field, (_, span, _) in best.items()}, **step_groups}
@@ -358,7 +358,7 @@ class LineReader(RankReader):
         step = self._step(texts)
         if step is None:
             return ()
-        row = self._maker.row_of(step, position, texts, at=at)
+        row = self.maker.row_of(step, position, texts, at=at)
         if not self.format.redrawn:
             return (row,)
         drawn, self._drawn = self._drawn, row
@@ -525,7 +525,7 @@ class BlockReader(RankReader):
     def __init__(self, form: BlockFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
         self._head, self._metric = re.compile(form.head), re.compile(form.metric)
-        self._maker = RowMaker(keys)
+        self.maker = RowMaker(keys)
         self._step: int | None = None
         self._position: LogPosition | None = None
         """Of the heading of the current block; None outside blocks."""
@@ -560,9 +560,9 @@ class BlockReader(RankReader):
         """The row of the current block."""
         step, pairs, position = self._step, self._pairs, self._position
         self._step, self._position, self._pairs = None, None, []
-        if position is None or not any(self._maker.field(name) for name, _ in pairs):
+        if position is None or not any(self.maker.field(name) for name, _ in pairs):
             return ()
-        row = self._maker.row(pairs, position, step=step, at=self._at)
+        row = self.maker.row(pairs, position, step=step, at=self._at)
         return () if row is None else (row,)
 
 
@@ -594,7 +594,7 @@ class HfConsoleReader(RankReader):
     bar_hint = "%|"
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._maker = RowMaker(keys, trimmed=True)
+        self.maker = RowMaker(keys, trimmed=True)
         self._bar: tuple[int, int] | None = None
         self._latest: tuple[int, int] | None = None
         self._total: int | None = None
@@ -648,10 +648,10 @@ class HfConsoleReader(RankReader):
             return ()
         text, position = held
         pairs = _PAIR.findall(text)
-        named = any(self._maker.field(name) == "step" for name, _ in pairs)
+        named = any(self.maker.field(name) == "step" for name, _ in pairs)
         step = None if named or self._bar is None or self._bar == self._taken else self._bar[0]
         self._taken = self._bar
-        row = self._maker.row(pairs, position, step=step)
+        row = self.maker.row(pairs, position, step=step)
         if row is not None and named:
             return (row,)
         if self._bar is not None and self._n_since_bar >= _BUFFERED:

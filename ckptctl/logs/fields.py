@@ -96,6 +96,7 @@ class RowMaker:
 
     def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
         self._own = {plain_name(name): (field, -1) for field, name in (keys or {}).items()}
+        self.has_own_names = bool(keys)
         self._columns = {
             name: Precision(
                 _LR_DIGITS if trimmed and name == "lr" else 1, is_fraction=name in _FRACTIONS
@@ -107,11 +108,6 @@ class RowMaker:
         """The plain names of the key map that the log has."""
         self.seen_losses: set[str] = set()
         """The kinds of losses so far; with another kind, other names may be that of the loss."""
-
-    @property
-    def own(self) -> bool:
-        """Whether the caller mapped any names."""
-        return bool(self._own)
 
     def field(self, name: str) -> str | None:
         """The field of a metric with this name; None where it is not one."""

@@ -189,11 +189,6 @@ class DamageLog:
     order: str = ""
     other_ranks: OtherRanks | None = None
 
-    def record(self, message: str) -> None:
-        """Add the damage of one log: its name, and why reading stopped."""
-        self.messages.append(message)
-        self.at_end = True
-
     def findings(self, *, end_matters: bool = True) -> tuple[Finding, ...]:
         """`loss.damaged` for each damage; `loss.unread` for one at the end, if that matters.
 
@@ -289,7 +284,8 @@ def _read(
         return
     if damage is None:
         raise stopped
-    damage.record(stopped.message)
+    damage.messages.append(stopped.message)
+    damage.at_end = True
 
 
 _MOST_NAMED = 8

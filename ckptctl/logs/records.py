@@ -89,7 +89,7 @@ class RecordReader(RankReader):
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
         self.rows = RecordRows(keys, trimmed=True)
-        self._maker = self.rows.maker
+        self.maker = self.rows.maker
 
     def end(self) -> Sequence[Row]:
         """The last row."""
@@ -223,12 +223,12 @@ class TableReader(RecordReader):
 
     def _header(self, text: str) -> bool:
         # A job that resumes into the same file writes the header again.
-        if not _STEP_WORD.search(text) and not self._maker.own:
+        if not _STEP_WORD.search(text) and not self.maker.has_own_names:
             return False
         for delimiter in _DELIMITERS:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
-            fields = [self._maker.field(name) for name in cells]
+            fields = [self.maker.field(name) for name in cells]
             if not {"step", "loss"} <= {*fields}:
                 continue
             # A sentence is not a header: between blanks, every cell must be a known name.

@@ -130,12 +130,7 @@ class Log:
 class RankReader:
     """Reads the lines of one rank in one format."""
 
-    _maker: RowMaker
-
-    @property
-    def used(self) -> set[str]:
-        """The plain names of the key map that the lines have."""
-        return self._maker.used
+    maker: RowMaker
 
     @property
     def open(self) -> bool:

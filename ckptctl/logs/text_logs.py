@@ -389,7 +389,7 @@ class TextLog(Log):
     @property
     def used(self) -> frozenset[str]:
         """See `Log.used`."""
-        return self._used.union(*(reader.used for reader in self._readers.values()))
+        return self._used.union(*(reader.maker.used for reader in self._readers.values()))
 
     def _whole(self, data: bytes) -> Iterator[Row | Marker]:
         if not data or self.damage is not None:
