@@ -15,9 +15,9 @@ import shlex
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import Unknown, UsageError, guarded
@@ -27,6 +27,7 @@ from ckptctl.failures.reading import LogEvidence, read_logs
 from ckptctl.failures.results import (
     CLASSES,
     CONFIDENCES,
+    EXITS,
     Action,
     Classification,
     Domain,
@@ -53,7 +54,7 @@ _YIELDING = (
     *("stop.", "exit.", "divergence.loss"),
 )
 # Of these, a failing device also explains the symptom if its time or its node is uncertain.
-_OF_A_DEVICE = ("cuda.", "nccl.", "collective.", "stop.", "exit.")
+_DEVICE_RULES = ("cuda.", "nccl.", "collective.", "stop.", "exit.")
 _FIRM = ("infra-node", "infra-fabric", "infra-storage", "job-oom")
 # Suspicions that any other one explains: ranks wait or lose a peer for many reasons.
 _WEAK = (
@@ -88,10 +89,10 @@ def decide(
     alive = _with_consequences([item for item in evidence if not item.survived])
     decisive = _decisive(alive, first_failed)
     if decisive is None:
-        cascades = tuple(each for each in alive if each.role is Role.CASCADE)
-        others = tuple(each for each in alive if each.role is Role.NOTE)
+        cascades = tuple(item for item in alive if item.role is Role.CASCADE)
+        others = tuple(item for item in alive if item.role is Role.NOTE)
         return WeighedEvidence(None, (), cascades, others, "low")
-    rest = [each for each in alive if each is not decisive]
+    rest = [item for item in alive if item is not decisive]
     agreeing = tuple(e for e in rest if e.failure == decisive.failure and _leads(e))
     consequences = tuple(e for e in rest if e not in agreeing and _follows(e, decisive))
     others = tuple(e for e in rest if e not in agreeing and e not in consequences)
@@ -105,19 +106,20 @@ def _with_consequences(evidence: Sequence[Evidence]) -> list[Evidence]:
     faults = [
         fault
         for fault in evidence
-        if fault.rule.startswith("xid.") and fault.failure.startswith(_OF_THE_JOB)
+        if fault.rule.startswith("xid.") and fault.failure.startswith(_JOB_CLASSES)
     ]
     return [
         replace(item, role=Role.CASCADE)
-        if item.rule in FOLLOWING and any(_may_follow(item, fault) for fault in faults)
+        if item.rule in FOLLOWING
+        and any(
+            (item.device, item.host) == (fault.device, fault.host)
+            and _may_be_the_same_moment(fault, item)
+            and _earlier(fault, item) is fault
+            for fault in faults
+        )
         else item
         for item in evidence
     ]
-
-
-def _may_follow(item: Evidence, fault: Evidence) -> bool:
-    same_device = item.device == fault.device and item.host == fault.host
-    return same_device and _may_be_the_same_moment(fault, item) and _earlier(fault, item) is fault
 
 
 _HARDWARE = ("infra-node", "infra-fabric")
@@ -133,15 +135,15 @@ def hardware(decision: WeighedEvidence) -> Iterator[tuple[Evidence, str]]:
     first = decision.decisive
     if first is None:
         return
-    for each in (first, *decision.agreeing):
-        if first.failure in _HARDWARE or (first.failure == "hang" and each.ranks):
-            certain = each.role is Role.CAUSE and decision.confidence == "low"
+    for item in (first, *decision.agreeing):
+        if first.failure in _HARDWARE or (first.failure == "hang" and item.ranks):
+            certain = item.role is Role.CAUSE and decision.confidence == "low"
             # What a program may have caused names no node to drain.
-            weak = each.action == Action.INVESTIGATE
-            yield each, "low" if weak else "medium" if certain else decision.confidence
-    for each in (*decision.others, *decision.consequences):
-        if each.failure in _HARDWARE and each.role is Role.CAUSE:
-            yield each, "low" if each.doubt else "medium" if each.action else "high"
+            weak = item.action == Action.INVESTIGATE
+            yield item, "low" if weak else "medium" if certain else decision.confidence
+    for item in (*decision.others, *decision.consequences):
+        if item.failure in _HARDWARE and item.role is Role.CAUSE:
+            yield item, "low" if item.doubt else "medium" if item.action else "high"
 
 
 def _leads(evidence: Evidence) -> bool:
@@ -151,11 +153,11 @@ def _leads(evidence: Evidence) -> bool:
 def _decisive(
     alive: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
 ) -> Evidence | None:
-    roots = [each for each in alive if each.role in (Role.CAUSE, Role.ROOT)]
+    roots = [root for root in alive if root.role in (Role.CAUSE, Role.ROOT)]
     if roots:
         return _first_root(roots, first_failed)
-    suspects = [each for each in alive if each.role is Role.SUSPECT]
-    suspects = [each for each in suspects if not each.rule.startswith(_LAST)] or suspects
+    suspects = [suspect for suspect in alive if suspect.role is Role.SUSPECT]
+    suspects = [suspect for suspect in suspects if not suspect.rule.startswith(_LAST)] or suspects
     # srun cancels a step because a task failed.
     task_exits = [exited for exited in alive if exited.rule == "slurm.task-exit"]
     suspects = [
@@ -167,16 +169,16 @@ def _decisive(
         )
     ]
     # A rank that SIGKILL ended ends the others with SIGTERM; a preemption begins with SIGTERM.
-    killed = _first(each for each in suspects if each.rule in _SIGKILL)
+    killed = _first(suspect for suspect in suspects if suspect.rule in _SIGKILL)
     if killed is not None:
         suspects = [
             suspect
             for suspect in suspects
             if suspect.rule != "stop.sigterm" or _earlier(suspect, killed) is not killed
         ]
-    strong = [each for each in suspects if not each.rule.startswith(_WEAK)]
+    strong = [suspect for suspect in suspects if not suspect.rule.startswith(_WEAK)]
     # An exception that no rule knows only names what the lines about it explain.
-    strong = [each for each in strong if not each.rule.startswith(_UNNAMED)] or strong
+    strong = [suspect for suspect in strong if not suspect.rule.startswith(_UNNAMED)] or strong
     hangs = [e for e in suspects if e.rule.startswith(("collective.", "nccl."))]
     # A killed process explains the peers that waited for it, never the reverse.
     return _first(
@@ -191,17 +193,17 @@ def _first_root(
     roots: Sequence[Evidence], first_failed: tuple[str | None, int | None] | None
 ) -> Evidence:
     # What may be of another time or place does not explain what is of the attempt.
-    first = _first([each for each in roots if not each.doubt]) or _first(roots) or roots[0]
+    first = _first([root for root in roots if not root.doubt]) or _first(roots) or roots[0]
     if first.role is Role.ROOT and first_failed is not None and first_failed[1] is not None:
-        named = [each for each in roots if each.rank == first_failed[1]]
+        named = [root for root in roots if root.rank == first_failed[1]]
         first = _first(named) or first
-    better = [each for each in roots if _knows_better(each, first)]
+    better = [root for root in roots if _knows_better(root, first)]
     first = _first(better) or first
-    worse = [each for each in roots if _outranks(each, first)]
+    worse = [root for root in roots if _outranks(root, first)]
     return _first(worse) or first
 
 
-_OF_THE_JOB = ("job-", "bad-checkpoint")
+_JOB_CLASSES = ("job-", "bad-checkpoint")
 _GENERIC = ("python.", "compile.")
 
 
@@ -216,7 +218,7 @@ def _outranks(other: Evidence, first: Evidence) -> bool:
         return False
     if first.failure == "infra-node":
         return bool(first.action)
-    return first.failure != "infra-fabric" and not first.failure.startswith(_OF_THE_JOB)
+    return first.failure != "infra-fabric" and not first.failure.startswith(_JOB_CLASSES)
 
 
 def _knows_better(other: Evidence, first: Evidence) -> bool:
@@ -226,7 +228,7 @@ def _knows_better(other: Evidence, first: Evidence) -> bool:
     by_device = first.rule.startswith("xid.") and first.device == other.device
     if not by_device and not first.rule.startswith(_YIELDING):
         return False
-    if other.doubt and not first.doubt and not first.rule.startswith(_OF_A_DEVICE):
+    if other.doubt and not first.doubt and not first.rule.startswith(_DEVICE_RULES):
         return False
     if not _may_be_the_same_moment(first, other):
         return False
@@ -258,7 +260,7 @@ def _earlier(first: Evidence, second: Evidence) -> Evidence:
         if abs(apart) > SAME_MOMENT_S:
             return second if apart < 0 else first
     if first.role is not second.role:
-        return min(first, second, key=lambda each: each.role.place)
+        return min(first, second, key=lambda item: item.role.place)
     if first.at_s is not None and second.at_s is not None:
         return second if second.at_s < first.at_s else first
     return first
@@ -281,11 +283,11 @@ def _confidence(
         return "low"
     if decisive.rule.startswith(("recorder.", "gpu.ecc")):
         level = 1
-    if any(each.role is Role.CAUSE for each in agreeing):
+    if any(item.role is Role.CAUSE for item in agreeing):
         level += 1
-    if any(_leads(each) for each in others):
+    if any(_leads(item) for item in others):
         level -= 1
-    if decisive.doubt and all(each.doubt for each in agreeing):
+    if decisive.doubt and all(item.doubt for item in agreeing):
         level = min(level, 1)
     return CONFIDENCES[max(0, min(level, 2))]
 
@@ -333,17 +335,19 @@ def classify(
             f"the scheduler is one of {', '.join(SCHEDULERS)}, not {scheduler!r}",
             instead="--scheduler slurm",
         )
-    given = _given(exit_code, state, scheduler)
+    by_state = evidence_of_state(state) if state else None
+    by_exit = None if exit_code is None else evidence_of_exit(exit_code, scheduler)
+    given = [evidence for evidence in (by_state, by_exit) if evidence is not None]
     (storage,) = options_from(keywords, storage)
     read = read_logs(names, flight_recorder, storage, deadline_s)
     stall = guarded("comparing the dumps", partial(compare_dumps, read.dumps))
     stacks = guarded("comparing the stacks", lambda: [*compared(read.stacks)])
-    failed = [each.message for each in (stall, stacks) if isinstance(each, Unknown)]
+    failed = [result.message for result in (stall, stacks) if isinstance(result, Unknown)]
     stall = compare_dumps(()) if isinstance(stall, Unknown) else stall
     read = replace(read, unread=(*read.unread, *failed))
     place = flight_recorder or next((dump.file for dump in read.dumps), "")
-    of_stacks = () if isinstance(stacks, Unknown) else stacks
-    found = (*read.evidence, *of_stacks, *evidence_of(stall, place), *given)
+    stack_evidence = () if isinstance(stacks, Unknown) else stacks
+    found = (*read.evidence, *stack_evidence, *evidence_of(stall, place), *given)
     decision = decide(found, read.first_failed)
     # What was not read may hold a failure.
     is_whole = not (read.deadline_reached or read.unread)
@@ -366,14 +370,6 @@ def most_decisive(classifications: Sequence[Classification]) -> Classification:
     return next(same, classifications[0])
 
 
-def _given(
-    exit_code: int | str | None, state: str | None, scheduler: str | None
-) -> tuple[Evidence, ...]:
-    by_state = evidence_of_state(state) if state else None
-    by_exit = evidence_of_exit(exit_code, scheduler) if exit_code is not None else None
-    return tuple(each for each in (by_state, by_exit) if each is not None)
-
-
 def _answer(
     decision: WeighedEvidence,
     found: Sequence[Evidence],
@@ -386,12 +382,14 @@ def _answer(
     decisive = decision.decisive
     name = decisive.failure if decisive else "none" if finished else "unknown"
     about = CLASSES[name]
-    node = _node(decisive, decision.agreeing)
+    same = () if decisive is None else (decisive, *decision.agreeing)
+    node = next((item.host for item in same if item.host and item.rank == same[0].rank), None)
     action = Action(decisive.action) if decisive and decisive.action else about.action
     suspected = decisive is not None and decisive.role is Role.SUSPECT
     accuses = action is Action.DRAIN or (suspected and about.name == "job-code")
     if accuses and decision.confidence == "low":
         action = Action.INVESTIGATE  # A suspicion alone drains no node and changes no program.
+    is_weak = action is Action.INVESTIGATE is not about.action
     return Classification(
         failure=name,
         domain=about.domain,
@@ -399,7 +397,7 @@ def _answer(
         restart=Restart(decisive.restart) if decisive and decisive.restart else about.restart,
         confidence="medium" if name == "none" else decision.confidence,
         message=_message(about, decision, stall, node),
-        advice=about.advice if action is about.action else _ADVICE.get(action, about.advice),
+        advice=_WEAK_EVIDENCE if is_weak else about.advice,
         node=node,
         device=decisive.device if decisive else None,
         rank=decisive.rank if decisive else None,
@@ -407,7 +405,7 @@ def _answer(
         evidence=((decisive, *decision.agreeing) if decisive else ())[:_SHOWN],
         consequences=decision.consequences[:_SHOWN],
         others=decision.others[:_SHOWN],
-        survived=tuple(each for each in found if each.survived)[:_SHOWN],
+        survived=tuple(item for item in found if item.survived)[:_SHOWN],
         collectives=stall.collectives,
         ranks_without_dump=stall.without_dump,
         n_files=read.n_files,
@@ -421,18 +419,10 @@ def _answer(
     )
 
 
-_ADVICE = {
-    Action.INVESTIGATE: "Read the lines of the evidence, and the logs of that node or rank at that "
-    "time, before a node is drained or the program is changed."
-}
-"""What to do where the evidence is too weak for the action of the class."""
-
-
-def _node(decisive: Evidence | None, agreeing: Sequence[Evidence]) -> str | None:
-    if decisive is None or decisive.host:
-        return decisive.host if decisive else None
-    same = (each.host for each in agreeing if each.rank == decisive.rank and each.host)
-    return next(same, None)
+_WEAK_EVIDENCE = (
+    "Read the lines of the evidence, and the logs of that node or rank at that time, before a node "
+    "is drained or the program is changed."
+)
 
 
 def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node: str | None) -> str:
@@ -448,7 +438,7 @@ def _message(about: FailureClass, decision: WeighedEvidence, stall: Stall, node:
     recorded = decisive.rule.startswith("recorder.")
     rank = ranks_listed(ranks) if ranks else None
     named = None if recorded and decisive.failure == "hang" else rank
-    where = ", ".join(each for each in (node, decisive.device, named) if each)
+    where = ", ".join(part for part in (node, decisive.device, named) if part)
     others = recorded and stall.without_dump
     return (
         f"{decisive.description}{f' ({where})' if where else ''}"
@@ -482,15 +472,6 @@ _MAX_TEXT = 1000
 _MOST_NODES = 64
 
 
-@dataclass(slots=True)
-class _Found:
-    """What the evidence names of one node."""
-
-    devices: dict[str, None] = field(default_factory=dict)
-    ranks: dict[int, None] = field(default_factory=dict)
-    confidence: str = CONFIDENCES[0]
-
-
 def suspects_in(
     evidence: Iterable[tuple[Evidence, str]], hosts: Mapping[int, str]
 ) -> tuple[Suspect, ...]:
@@ -498,21 +479,24 @@ def suspects_in(
 
     Each evidence has its confidence. `hosts` are the nodes of ranks that the logs show.
     """
-    found: dict[str | None, _Found] = defaultdict(_Found)
-    for each, confidence in evidence:
-        ranks = each.ranks if each.rank is None else (*each.ranks, each.rank)
-        for node, of_node in _places(each, ranks, hosts):
-            at = found[node]
-            at.devices |= dict.fromkeys([each.device] if each.device else [])
-            at.ranks |= dict.fromkeys(of_node)
-            at.confidence = max(at.confidence, confidence, key=CONFIDENCES.index)
-    named = {device for node, at in found.items() if node is not None for device in at.devices}
-    return tuple(
-        Suspect(node, tuple(at.devices), tuple(at.ranks), at.confidence)
-        for node, at in found.items()
-        # The same device may be named with and without its node.
-        if node is not None or len(found) == 1 or at.ranks or at.devices.keys() - named
-    )
+    suspects: dict[str | None, Suspect] = {}
+    for item, confidence in evidence:
+        ranks = item.ranks if item.rank is None else (*item.ranks, item.rank)
+        for node, of_node in _places(item, ranks, hosts):
+            known = suspects.get(node, Suspect(node, (), (), CONFIDENCES[0]))
+            suspects[node] = Suspect(
+                node,
+                tuple(dict.fromkeys((*known.devices, *([item.device] if item.device else [])))),
+                tuple(dict.fromkeys((*known.ranks, *of_node))),
+                max(known.confidence, confidence, key=CONFIDENCES.index),
+            )
+    # The same device may be named with and without its node.
+    named = {device for node, suspect in suspects.items() if node for device in suspect.devices}
+    nowhere = suspects.get(None)
+    is_alone = len(suspects) == 1
+    if nowhere and not (is_alone or nowhere.ranks or {*nowhere.devices} - named):
+        del suspects[None]
+    return tuple(suspects.values())
 
 
 def _places(
@@ -538,45 +522,6 @@ def host_names(text: str) -> tuple[str, ...]:
 SCHEDULERS = ("slurm", "kubernetes", "torchrun", "ft_launcher", "shell")
 
 
-class _ExitMeaning(NamedTuple):
-    """What an exit code or a signal shows; `action` and `restart` if they differ from the class."""
-
-    failure: str
-    description: str
-    role: Role = Role.SUSPECT
-    action: str = ""
-    restart: str = ""
-
-
-_RERUN = "Megatron requests a rerun on another device"
-_CODES: Mapping[int, _ExitMeaning] = {
-    2: _ExitMeaning("job-config", "usually a wrong argument"),
-    16: _ExitMeaning("job-divergence", _RERUN, action="resume-elsewhere", restart="free"),
-    17: _ExitMeaning("job-divergence", "Megatron's validation failed", restart="no"),
-    53: _ExitMeaning("infra-node", "SLURM could not start or write there"),
-    75: _ExitMeaning("infra-storage", "the storage did not answer", restart="yes"),
-    93: _ExitMeaning("job-code", "the supervisor stopped restarting", restart="no"),
-    126: _ExitMeaning("job-config", "the command cannot be executed", Role.ROOT, restart="no"),
-    127: _ExitMeaning("job-config", "the command was not found", Role.ROOT, restart="no"),
-}
-_WARNED = _ExitMeaning("preemption", "nobody handled the scheduler's warning")
-_SHORT_FILE = "usually a truncated memory-mapped file, or full shared memory"
-_SIGNALS: Mapping[int, _ExitMeaning] = {
-    signal.SIGHUP: _ExitMeaning("user", "its terminal session was closed"),
-    signal.SIGINT: _ExitMeaning("user", "somebody pressed Ctrl-C", Role.ROOT),
-    signal.SIGQUIT: _ExitMeaning("user", "somebody pressed Ctrl-\\"),
-    signal.SIGILL: _ExitMeaning("job-code", "an instruction that the processor does not support"),
-    signal.SIGTRAP: _ExitMeaning("job-code", "a trap"),
-    signal.SIGABRT: _ExitMeaning("unknown", "the process aborted after an error", Role.CASCADE),
-    signal.SIGBUS: _ExitMeaning("infra-storage", _SHORT_FILE),
-    signal.SIGFPE: _ExitMeaning("job-code", "an arithmetic error"),
-    signal.SIGKILL: _ExitMeaning("unknown", "killed; this alone does not show that memory ran out"),
-    signal.SIGUSR1: _WARNED,
-    signal.SIGUSR2: _WARNED,
-    signal.SIGSEGV: _ExitMeaning("job-code", "an access to invalid memory"),
-    signal.SIGTERM: _ExitMeaning("preemption", "the process was asked to end"),
-    signal.SIGXCPU: _ExitMeaning("walltime", "its CPU time limit was reached", Role.ROOT),
-}
 _OOM_BY_SLURM = 125
 _FORM = re.compile(r"(-?\d{1,4})(?::(\d{1,3}))?")
 
@@ -597,35 +542,25 @@ def evidence_of_exit(exit_code: int | str, scheduler: str | None) -> Evidence | 
         code, number = 0, -code
     elif number == 0 and 128 < code < 128 + signal.NSIG:
         number = code - 128
-    if number:
-        return _of_signal(str(exit_code), number, scheduler)
-    if code == 1 and scheduler in ("torchrun", "ft_launcher"):
+    if number == _OOM_BY_SLURM and scheduler in (None, "slurm"):
+        source, name = "SLURM", "oom"
+    elif number:
+        source = name = signal.Signals(number).name if number in {*signal.Signals} else ""
+    elif code == 1 and scheduler in ("torchrun", "ft_launcher"):
         return None
-    meaning = _CODES.get(code)
+    else:
+        source, name = f"exit code {code}", str(code)
+    meaning = EXITS.get(name)
     if meaning is None:
         return None
-    return _evidence(str(exit_code), f"exit code {code}", meaning, f"exit.{code}")
-
-
-def _of_signal(given: str, number: int, scheduler: str | None) -> Evidence | None:
-    if number == _OOM_BY_SLURM and scheduler in (None, "slurm"):
-        meaning = _ExitMeaning("job-oom", "out of memory", Role.CAUSE)
-        return _evidence(given, "SLURM", meaning, "exit.oom")
-    if number not in _SIGNALS:
-        return None
-    name = signal.Signals(number).name
-    return _evidence(given, name, _SIGNALS[number], f"exit.{name}")
-
-
-def _evidence(given: str, source: str, meaning: _ExitMeaning, rule: str) -> Evidence:
     return Evidence(
-        rule=rule,
+        rule=f"exit.{name}",
         failure=meaning.failure,
         role=meaning.role,
-        description=f"{source}: {meaning.description}",
+        description=f"{source}: {meaning.means}",
         file="--exit-code",
         line=0,
-        text=given,
+        text=str(exit_code),
         action=meaning.action,
         restart=meaning.restart,
     )
@@ -633,8 +568,5 @@ def _evidence(given: str, source: str, meaning: _ExitMeaning, rule: str) -> Evid
 
 def evidence_of_state(state: str) -> Evidence | None:
     """The evidence from a SLURM state (`OUT_OF_MEMORY`) or a Kubernetes reason."""
-    reader = FailureLogReader("--state")
-    for form in (f"State={state}", f"Reason: {state}"):
-        for found in reader.take([(0, form)]):
-            return found
-    return None
+    lines = [(0, f"State={state}"), (0, f"Reason: {state}")]
+    return next(FailureLogReader("--state").take(lines), None)

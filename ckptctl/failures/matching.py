@@ -23,14 +23,14 @@ from ckptctl.failures.rank_dumps import StackReader, in_library
 from ckptctl.failures.results import Evidence, Role
 from ckptctl.failures.rules import ENDING, RULES, Rule, find_literals
 from ckptctl.failures.scope import (
+    AttemptScope,
     JobEnd,
-    LogSpan,
     is_after,
     is_of_next_attempt,
     job_end_in,
     job_of_log,
     jobs_in,
-    short_hosts,
+    short_host,
     shows_start,
 )
 from ckptctl.logs.log_lines import (
@@ -194,7 +194,7 @@ class FailureLogReader:
         self._until_clock = 0
         self._progressed: deque[str] = deque(maxlen=SURVIVED_AFTER)
         self._newest: deque[int] = deque(maxlen=SURVIVED_AFTER)
-        self._of_program = False
+        self._shows_program = False
         self._pids: set[str] = set()
         self._jobs: set[str] = {*job_of_log(name)}
         self._named_hosts: set[str] = set()
@@ -274,7 +274,7 @@ class FailureLogReader:
         if n_ranks > self._n_ranks:
             self.hosts.clear()
         self._n_ranks = n_ranks
-        self._of_program = True
+        self._shows_program = True
         if len(self.hosts) < _MAX_RANKS:
             self.hosts[clamped(match["rank"])] = match["host"]
             self._pids.add(match["pid"])
@@ -287,22 +287,22 @@ class FailureLogReader:
     @property
     def is_of_program(self) -> bool:
         """Whether the program wrote the log, or its launcher: it has steps, tracebacks or ranks."""
-        return self._of_program or self.n_progress > 0
+        return self._shows_program or self.n_progress > 0
 
-    def span(self) -> LogSpan | None:
+    def span(self) -> AttemptScope | None:
         """When and where the program ran that wrote the log; None if no program did."""
         if not self.is_of_program:
             return None
         settled = len(self._progressed) == SURVIVED_AFTER and self._progressed[0]
-        return LogSpan(
-            file=self.name,
+        return AttemptScope(
+            files=frozenset({self.name}),
             first_s=clock_of(self._first_clocked) if self._first_clocked else None,
             last_s=clock_of(self._clocked) if self._clocked else None,
             starts=self.n_progress > 0 and self._before_clock == 0,
             # The step of the line with the last time is counted behind it.
             ends=self.n_progress - self._until_clock <= 1,
             progress_s=clock_of(settled) if settled else None,
-            hosts=short_hosts({*self.hosts.values(), *self._named_hosts}),
+            hosts=frozenset(map(short_host, {*self.hosts.values(), *self._named_hosts})),
             has_all_hosts=0 < self._n_ranks == len(self.hosts),
             pids=frozenset(self._pids),
             jobs=frozenset(self._jobs),
@@ -320,8 +320,8 @@ class FailureLogReader:
             return ()
         noted = exceptions and _is_noted(first)
         evidence = []
-        for each in (first, *exceptions):
-            found = self._weighed(number, each, sorted(asked or ()))
+        for part in (first, *exceptions):
+            found = self._weighed(number, part, sorted(asked or ()))
             if found is not None:
                 leads = found.role in (Role.ROOT, Role.SUSPECT)
                 found = replace(found, role=Role.NOTE) if noted and leads else found
@@ -415,7 +415,7 @@ class FailureLogReader:
 
     def _opened(self, number: int, rank: int | None) -> None:
         self._framed_at = number
-        self._of_program = True
+        self._shows_program = True
         if len(self._tracebacks) < _MAX_RANKS:
             self._tracebacks.add(rank)
 
@@ -444,7 +444,10 @@ class FailureLogReader:
     def _by_rule(
         self, number: int, line: LogLine, rule: Rule, message: str, *, in_traceback: bool
     ) -> Evidence | None:
-        part = _without_old_state(_around_literal(message, rule))
+        part = _OLD_STATE.sub(
+            lambda old: f"{old['verb']} to " if old["verb"] else f"{old['what']} ",
+            _around_literal(message, rule),
+        )
         match = rule.pattern.search(part)
         if match is None or not _may_speak(rule, line, part, match, ended=in_traceback):
             return None
@@ -486,7 +489,7 @@ class FailureLogReader:
         rank_named = _group(match, "rank")
         host = _group(match, "host") or (None if rule.reporter else host)
         if not line.kernel and not rule.kernel:
-            self._of_program |= line.rank is not None or in_traceback
+            self._shows_program |= line.rank is not None or in_traceback
             if len(self._jobs) < _MAX_JOBS:
                 self._jobs |= jobs_in(message)
             if host and len(self._named_hosts) < _MAX_RANKS:
@@ -512,7 +515,7 @@ class FailureLogReader:
 _SIZE = r"([\d.]{1,12}) ?([KMGT]i?B|bytes)"
 _CAPACITY = re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity")
 _FREE = re.compile(rf"{_SIZE} (?:is )?free")
-_OF_THIS_PROCESS = re.compile(
+_OWN_SIZE = re.compile(
     rf"this process has {_SIZE}|{_SIZE} (?:reserved in total|is allocated by PyTorch|already alloc)"
 )
 _CONTEXT_BYTES = 1 << 30
@@ -523,17 +526,15 @@ _UNITS = {"b": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def _held_by_others(message: str) -> bool:
     """Whether the reporting process holds less than half of a full device."""
     capacity, free = _largest(_CAPACITY, message), _largest(_FREE, message)
-    own = _largest(_OF_THIS_PROCESS, message)
+    own = _largest(_OWN_SIZE, message)
     return bool(capacity and own and own + free + _CONTEXT_BYTES < capacity / 2)
 
 
 def _largest(pattern: re.Pattern[str], message: str) -> float:
+    """The largest size in bytes."""
     found = ([part for part in match.groups() if part] for match in pattern.finditer(message))
-    return max((_n_bytes(number, unit) for number, unit in found), default=0.0)
-
-
-def _n_bytes(number: str, unit: str) -> float:
-    return (finite(number) or 0.0) * _UNITS[unit[0]]
+    sizes = ((finite(number) or 0.0) * _UNITS[unit[0]] for number, unit in found)
+    return max(sizes, default=0.0)
 
 
 _CHECKS = {"held-by-others": _held_by_others}
@@ -552,18 +553,13 @@ def _around_literal(message: str, rule: Rule) -> str:
     return "…" + message[at - MAX_MATCHED // 2 : at + MAX_MATCHED // 2]
 
 
-# The state that a device, a port or a node has left: only the new one is reported.
+# The state that a device, a port or a node has left: `from A to B` reports B.
 _OLD_STATE = re.compile(
     r"\b(?P<verb>chang\w{1,3}|transition\w{0,5}|switch\w{1,3}|mov\w{1,3}|went|goes|state|status)"
     r" from .{1,60}? to (?=\S)|(?P<what>\b(?:state|status|health|condition)\b[\w .-]{0,40}[:=]) ?"
     r"[\w ]{1,40}? ?(?:->|=>|\u2192) ?",
     re.IGNORECASE,
 )
-
-
-def _without_old_state(message: str) -> str:
-    """The message without the state that something left: `from A to B` reports B."""
-    return _OLD_STATE.sub(lambda m: f"{m['verb']} to " if m["verb"] else f"{m['what']} ", message)
 
 
 def _may_speak(
@@ -683,15 +679,15 @@ def folded(readings: Iterator[tuple[FailureLogReader, Evidence]]) -> tuple[Evide
         before = kept.get(key)
         if before is None or reader.n_progress - before.n_progress >= SURVIVED_AFTER:
             count = 1 if before is None else before.evidence.count + 1
-            evidence = replace(found, count=count)
             kept[key] = _HeldEvidence(
-                reader, reader.n_progress, reader.n_ended, reader.n_back, evidence
+                *(reader, reader.n_progress, reader.n_ended, reader.n_back),
+                replace(found, count=count),
             )
         else:
             count = before.evidence.count + 1
             again = replace(before.evidence, role=found.role, count=count)
             kept[key] = replace(before, evidence=again)
-    return tuple(_of_last_attempts([*kept.values()]))
+    return tuple(_last_attempts([*kept.values()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -713,7 +709,7 @@ class _HeldEvidence:
         return end is None or self.reader.trained_after(end, self.n_back)
 
 
-def _of_last_attempts(kept: Sequence[_HeldEvidence]) -> Iterator[Evidence]:
+def _last_attempts(kept: Sequence[_HeldEvidence]) -> Iterator[Evidence]:
     """The findings of the last attempt in each log that has any that may decide."""
     leading = (Role.CAUSE, Role.ROOT, Role.SUSPECT)
     last: dict[FailureLogReader, int] = {}
@@ -736,19 +732,17 @@ _RECOVERED = "storage.recovered"
 
 
 def _weaken(
-    kept: dict[tuple[object, ...], _HeldEvidence],
-    reader: FailureLogReader,
-    recovered: Evidence,
+    kept: dict[tuple[object, ...], _HeldEvidence], reader: FailureLogReader, recovered: Evidence
 ) -> None:
     """Make suspicions of what the kernel reported of a file system that answers again.
 
     The job may have failed while it waited, or may not have noticed.
     """
-    for key, each in kept.items():
-        found = each.evidence
+    for key, held in kept.items():
+        found = held.evidence
         same = recovered.device is None or found.device in (None, recovered.device)
-        if each.reader is reader and found.rule == "storage.kernel" and same:
-            kept[key] = replace(each, evidence=replace(found, role=Role.SUSPECT))
+        if held.reader is reader and found.rule == "storage.kernel" and same:
+            kept[key] = replace(held, evidence=replace(found, role=Role.SUSPECT))
 
 
 _MAX_KEPT = 2000

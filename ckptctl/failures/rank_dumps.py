@@ -26,6 +26,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 from ckptctl.errors import CkptctlError
@@ -156,14 +157,11 @@ def read_dump(name: str, data: bytes) -> Dump:
     calls, uncounted = _calls(entry for entry in entries if isinstance(entry, dict))
     enqueued = dict(_enqueued(config, document.get("pg_status"), {call.group for call in calls}))
     members = dict(_members(config))
-    newest_s = _newest_s(entries)
+    times = (entry.get("time_created_ns") for entry in entries if isinstance(entry, dict))
+    newest_s = max(
+        (at / 1e9 for at in times if isinstance(at, int) and 0 < at <= MOST), default=None
+    )
     return Dump(clamped(found[1]), name, calls, members, uncounted, enqueued, newest_s)
-
-
-def _newest_s(entries: Sequence[object]) -> float | None:
-    times = (each.get("time_created_ns") for each in entries if isinstance(each, dict))
-    newest = max((at for at in times if isinstance(at, int) and 0 < at <= MOST), default=None)
-    return None if newest is None else newest / 1e9
 
 
 def _decoded(name: str, data: bytes) -> object:
@@ -179,7 +177,7 @@ def _members(config: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, 
     for name, group in config.items():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, str):
-            ranks = [clamped(each) for each in re.findall(r"\d{1,7}", ranks[: 8 * _MAX_RANKS])]
+            ranks = [clamped(digits) for digits in re.findall(r"\d{1,7}", ranks[: 8 * _MAX_RANKS])]
         if isinstance(ranks, list) and ranks:
             known = (rank for rank in ranks[:_MAX_RANKS] if isinstance(rank, int))
             yield str(name), tuple(rank for rank in known if 0 <= rank < _MAX_RANKS)
@@ -221,23 +219,23 @@ def _calls(entries: Iterator[Mapping[object, object]]) -> tuple[tuple[Call, ...]
         if call is None:
             continue
         group = call.group
-        of_batch = (entry.get("p2p_seq_id"), entry.get("collective_seq_id"))
+        batch_numbers = (entry.get("p2p_seq_id"), entry.get("collective_seq_id"))
         if call.pair is not None:
-            if numbers.get(group) != of_batch:
+            if numbers.get(group) != batch_numbers:
                 parts[group].clear()
-            numbers[group] = of_batch
+            numbers[group] = batch_numbers
             parts[group].append(len(calls))
             calls.append(call)
             continue
         is_batch = call.operation == _BATCH and (
-            bool(entry.get("is_p2p")) or (bool(parts[group]) and numbers[group] == of_batch)
+            bool(entry.get("is_p2p")) or (bool(parts[group]) and numbers[group] == batch_numbers)
         )
         if is_batch:
             for part in parts[group]:
                 calls[part] = replace(calls[part], done=call.done)
-            if of_batch[0] in (0, last_batch.get(group)):
+            if batch_numbers[0] in (0, last_batch.get(group)):
                 uncounted.add(group)
-            last_batch[group] = of_batch[0]
+            last_batch[group] = batch_numbers[0]
         else:
             calls.append(call)
         parts[group].clear()
@@ -249,8 +247,11 @@ def _call(entry: Mapping[object, object]) -> Call | None:
     name, description = group if isinstance(group, (list, tuple)) and len(group) == 2 else ("", "")
     profiled = str(entry.get("profiling_name", ""))
     operation = profiled.rpartition(":")[2]
-    pair = _PAIR.search(operation)
-    is_p2p = bool(entry.get("is_p2p")) and pair is not None
+    ends = None
+    if (pair := _PAIR.search(operation)) is not None:
+        first, second = clamped(pair[1]), clamped(pair[3])
+        ends = (first, second) if pair[2] == "->" else (second, first)
+    is_p2p = bool(entry.get("is_p2p")) and ends is not None
     sequence = entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")
     if not isinstance(sequence, int) or not 0 <= sequence <= MOST:
         return None
@@ -269,13 +270,8 @@ def _call(entry: Mapping[object, object]) -> Call | None:
         n_in=_n_elements(inputs),
         n_out=_n_elements(outputs),
         frame=_frame(entry.get("frames")),
-        pair=_sender_first(pair) if is_p2p and pair else None,
+        pair=ends if is_p2p else None,
     )
-
-
-def _sender_first(pair: re.Match[str]) -> tuple[int, int]:
-    first, second = clamped(pair[1]), clamped(pair[3])
-    return (first, second) if pair[2] == "->" else (second, first)
 
 
 def _list(value: object) -> list[object]:
@@ -283,17 +279,14 @@ def _list(value: object) -> list[object]:
 
 
 def _shapes(sizes: object) -> str:
-    return ", ".join("x".join(map(str, _list(each))) or "scalar" for each in _list(sizes)[:8])
+    return ", ".join("x".join(map(str, _list(size))) or "scalar" for size in _list(sizes)[:8])
 
 
 def _n_elements(sizes: object) -> int:
-    total = 0
-    for each in _list(sizes):
-        n = 1
-        for size in _list(each)[:16]:
-            n *= size if isinstance(size, int) and abs(size) <= MOST else 0
-        total += n
-    return total
+    return sum(
+        prod(n if isinstance(n, int) and abs(n) <= MOST else 0 for n in _list(size)[:16])
+        for size in _list(sizes)
+    )
 
 
 def _frame(frames: object) -> str | None:
@@ -395,7 +388,7 @@ class Stack:
         """The place, and the function of a library that it called, or the innermost one."""
         inner = self.frames[: innermost_of_program(self.frames)]
         frames = inner if innermost else inner[::-1]
-        called = next((each.name for each in frames if not _DECORATOR.search(each.name)), None)
+        called = next((frame.name for frame in frames if not _DECORATOR.search(frame.name)), None)
         return self.place if called is None else f"{self.place}, in {called}"
 
 
@@ -451,20 +444,20 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
     count as waiting. Of several stacks of one rank the last counts. Nothing where fewer
     than three ranks have a stack.
     """
-    of_rank = {each.rank: each for each in stacks if each.rank is not None and each.is_main}
-    waiting = {rank: each for rank, each in of_rank.items() if each.waits} or of_rank
+    of_rank = {stack.rank: stack for stack in stacks if stack.rank is not None and stack.is_main}
+    waiting = {rank: stack for rank, stack in of_rank.items() if stack.waits} or of_rank
     if len(of_rank) < 3 or len(waiting) * 2 < len(of_rank):
         return
-    others = {rank: each for rank, each in of_rank.items() if rank not in waiting}
+    others = {rank: stack for rank, stack in of_rank.items() if rank not in waiting}
     if not others:
         others, waiting = _elsewhere(waiting)
     if not others:
         return
     first = others[min(others)]
     # Inside one call of the program, only the innermost functions differ.
-    same = {each.place for each in others.values()} & {each.place for each in waiting.values()}
+    same = {stack.place for stack in others.values()} & {stack.place for stack in waiting.values()}
     here, there = (
-        Counter(each.described(innermost=bool(same)) for each in of.values()).most_common(1)[0][0]
+        Counter(stack.described(innermost=bool(same)) for stack in of.values()).most_common(1)[0][0]
         for of in (others, waiting)
     )
     yield Evidence(
@@ -483,11 +476,11 @@ def compared(stacks: Sequence[Stack]) -> Iterator[Evidence]:
 
 def _elsewhere(waiting: Mapping[int, Stack]) -> tuple[dict[int, Stack], dict[int, Stack]]:
     """The few that wait at another place of the program than most, and the rest."""
-    (most, n_most), *_ = Counter(each.place for each in waiting.values()).most_common()
-    few = {rank: each for rank, each in waiting.items() if each.place != most}
+    (most, n_most), *_ = Counter(stack.place for stack in waiting.values()).most_common()
+    few = {rank: stack for rank, stack in waiting.items() if stack.place != most}
     if n_most * 2 <= len(waiting):
         few = {}
-    return few, {rank: each for rank, each in waiting.items() if rank not in few}
+    return few, {rank: stack for rank, stack in waiting.items() if rank not in few}
 
 
 # Operations that no member can complete before every member has started them.
@@ -527,26 +520,17 @@ def evidence_of(stall: Stall, file: str) -> Iterator[Evidence]:
         if stall.behind
         else ""
     )
+    rule, ranks = "hang", stall.ranks
+    description = "; ".join(filter(None, (absent, behind))) or "collectives did not complete"
     if stall.differing:
-        found = (
-            "mismatch",
-            "job-code",
-            Role.ROOT,
-            stall.differing,
-            "ranks called different collectives",
-        )
+        rule, ranks = "mismatch", stall.differing
+        description = "ranks called different collectives"
     elif stall.in_cycle:
-        found = ("cycle", "job-code", Role.SUSPECT, stall.in_cycle, "ranks wait for each other")
-    elif stall.ranks:
-        description = "; ".join(filter(None, (absent, behind)))
-        found = ("hang", "hang", Role.SUSPECT, stall.ranks, description)
-    else:
-        found = ("hang", "hang", Role.SUSPECT, (), "collectives did not complete")
-    rule, failure, role, ranks, description = found
+        rule, ranks, description = "cycle", stall.in_cycle, "ranks wait for each other"
     yield Evidence(
         rule=f"recorder.{rule}",
-        failure=failure,
-        role=role,
+        failure="hang" if rule == "hang" else "job-code",
+        role=Role.ROOT if stall.differing else Role.SUSPECT,
         description=description,
         file=file,
         line=0,
@@ -618,10 +602,6 @@ class _Group:
         """
         return self.last(rank) >= sequence and not self.pending(rank, sequence)
 
-    def never_reached(self, rank: int, sequence: int) -> bool:
-        """Whether the rank did not reach the collective, also by what it states itself."""
-        return max(self.last(rank), self.enqueued.get(rank, -1)) < sequence
-
 
 def compare_dumps(dumps: Sequence[Dump]) -> Stall:
     """Compare the dumps, one per rank; of several for one rank the last counts.
@@ -632,11 +612,11 @@ def compare_dumps(dumps: Sequence[Dump]) -> Stall:
     groups = [*_groups(by_rank)]
     stalled = [found for group in groups if (found := _stalled(group)) is not None]
     waits = _waits(stalled, groups, by_rank)
-    differing = {rank for each in stalled for rank in each.differing}
+    differing = {rank for collective in stalled for rank in collective.differing}
     awaited = {rank for others in waits.values() for rank in others}
     never_joined = {rank for rank in awaited if rank in by_rank and not waits.get(rank)}
     in_cycle = _cycle(waits) if not (never_joined or differing) else set()
-    behind = {rank for each in stalled for rank in each.behind} - differing - in_cycle
+    behind = {rank for collective in stalled for rank in collective.behind} - differing - in_cycle
     members = {rank for group in groups for rank in group.members}
     members |= {*range(max(by_rank, default=-1) + 1)}
     return Stall(
@@ -674,19 +654,15 @@ def _groups(dumps: Mapping[int, Dump]) -> Iterator[_Group]:
             by_rank = {rank: {} for rank in by_rank}
         # `split_group` gives the same name to groups of different ranks. Gloo's recorder of
         # torch 2.13 lists no members.
-        listed = members[name] or {tuple(sorted(_recorded(described[name], by_rank, dumps)))}
+        is_default = described[name] == DEFAULT_GROUP
+        recorded = range(max(dumps) + 1) if is_default else sorted(by_rank)
+        listed = members[name] or {tuple(recorded)}
         for ranks in sorted(listed):
             inside = {rank: by_rank.get(rank, {}) for rank in ranks if rank in dumps}
             enqueued = {
                 rank: dumps[rank].enqueued[name] for rank in inside if name in dumps[rank].enqueued
             }
             yield _Group(name, described[name], ranks, inside, enqueued)
-
-
-def _recorded(
-    description: str, by_rank: Mapping[int, object], dumps: Mapping[int, Dump]
-) -> Sequence[int]:
-    return range(max(dumps) + 1) if description == DEFAULT_GROUP else [*by_rank]
 
 
 def _stalled(group: _Group) -> StalledCollective | None:
@@ -711,7 +687,9 @@ def _stalled(group: _Group) -> StalledCollective | None:
 
 
 def _collective(group: _Group, sequence: int) -> StalledCollective:
-    calls = {rank: each[sequence] for rank, each in group.calls.items() if sequence in each}
+    calls = {
+        rank: recorded[sequence] for rank, recorded in group.calls.items() if sequence in recorded
+    }
     differing = _differing(calls, len(group.members))
     first = next((call for rank, call in calls.items() if rank not in differing), None)
     first = first or next(iter(calls.values()))
@@ -724,7 +702,11 @@ def _collective(group: _Group, sequence: int) -> StalledCollective:
         types=first.types,
         frame=first.frame,
         joined=tuple(rank for rank in sorted(group.calls) if group.last(rank) >= sequence),
-        missing=tuple(rank for rank in sorted(group.calls) if group.never_reached(rank, sequence)),
+        missing=tuple(
+            rank
+            for rank in sorted(group.calls)
+            if max(group.last(rank), group.enqueued.get(rank, -1)) < sequence
+        ),
         differing=differing,
         behind=tuple(_behind(group)),
         without_dump=tuple(sorted({*group.members} - group.calls.keys())),
@@ -765,30 +747,25 @@ def _waits(
 ) -> Mapping[int, set[int]]:
     """For each waiting rank, the ranks that it waits for."""
     waits: dict[int, set[int]] = defaultdict(set)
-    for each in stalled:
-        for rank in each.joined:
-            waits[rank] |= {*each.missing, *each.without_dump} - {rank}
+    for collective in stalled:
+        for rank in collective.joined:
+            waits[rank] |= {*collective.missing, *collective.without_dump} - {rank}
     members = {(group.name, rank): group.members for group in groups for rank in group.calls}
     # Each rank counts its own point-to-point operations, so the numbers of two ranks
     # cannot be compared; how many are pending can.
     pending = Counter(
-        (rank, sender, receiver)
+        (rank, group_ranks[call.pair[0]], group_ranks[call.pair[1]])
         for rank, dump in dumps.items()
         for call in dump.calls
-        if not call.done
-        for sender, receiver in _ends(call, members.get((call.group, rank), ()))
+        if not call.done and call.pair is not None
+        for group_ranks in [members.get((call.group, rank), ())]
+        if max(call.pair) < len(group_ranks)
     )
     for (rank, sender, receiver), n_pending in pending.items():
         peer = receiver if rank == sender else sender
         if n_pending > pending[(peer, sender, receiver)]:
             waits[rank].add(peer)
     return waits
-
-
-def _ends(call: Call, members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The sender and the receiver of a point-to-point operation, as ranks of the job."""
-    if call.pair is not None and max(call.pair) < len(members):
-        yield members[call.pair[0]], members[call.pair[1]]
 
 
 def _cycle(waits: Mapping[int, set[int]]) -> set[int]:

@@ -37,16 +37,11 @@ from ckptctl.failures.rank_dumps import (
     without_stale,
 )
 from ckptctl.failures.results import Evidence
-from ckptctl.failures.scope import placed, scope_of
+from ckptctl.failures.scope import bearing, scope_of
 from ckptctl.logs.log_lines import Deadline
 from ckptctl.logs.sources import changed_s, log_blocks
 from ckptctl.options import StorageOptions
-from ckptctl.storage.logs import (
-    STDIN,
-    logs_below,
-    read_bytes,
-    read_head,
-)
+from ckptctl.storage.logs import STDIN, logs_below, read_bytes, read_head
 from ckptctl.storage.opening import local_path
 from ckptctl.storage.shared_places import FoundIn, owner_of
 
@@ -177,7 +172,9 @@ class _Reading:
         for file in files:
             # A folder such as /tmp also holds the dumps of other jobs.
             at_s = changed_s(file)
-            if at_s is not None and any(abs(at_s - each) <= _SAME_JOB_S for each in times):
+            if at_s is not None and any(
+                abs(at_s - written_s) <= _SAME_JOB_S for written_s in times
+            ):
                 try:
                     self._is_dump(file, self.found_in(os.path.dirname(file) or "."))
                 except PathUntrusted as error:
@@ -203,7 +200,7 @@ def read_logs(
     named = names if recorder is None else [*names, recorder]
     reading = _Reading(named, storage, deadline_s)
     not_dumps = tuple(_named_dumps(reading, recorder)) if recorder is not None else ()
-    evidence = folded(each for name in names for each in reading.evidence_in(name))
+    evidence = folded(pair for name in names for pair in reading.evidence_in(name))
     logs = [reader for reader in reading.readers if reading.is_log(reader.name)]
     if reading.n_binary and not logs and not reading.dumps:
         raise BinaryData(
@@ -217,13 +214,13 @@ def read_logs(
     dumps, stale = without_stale([*reading.dumps.values()])
     spans = (span for reader in logs if (span := reader.span()) is not None)
     scope = scope_of(spans, {reader.name: reader.has_zone for reader in logs})
-    found = [*placed([each for each in evidence if each.file in read], scope)]
-    aside = {(each.file, each.rule, each.host): reason for each, reason in found if reason}
+    found = [bearing(item, scope) for item in evidence if item.file in read]
+    aside = {(item.file, item.rule, item.host): reason for item, reason in found if reason}
     return LogEvidence(
-        evidence=tuple(each for each, reason in found if not reason),
+        evidence=tuple(item for item, reason in found if not reason),
         first_failed=_first_failed(logs),
-        hosts=dict(pair for each in logs for pair in each.hosts.items()),
-        stacks=tuple(stack for each in logs for stack in each.stacks.stacks),
+        hosts=dict(pair for log in logs for pair in log.hosts.items()),
+        stacks=tuple(stack for log in logs for stack in log.stacks.stacks),
         dumps=tuple(dumps),
         not_dumps=not_dumps,
         set_aside=(
@@ -232,16 +229,16 @@ def read_logs(
             *aside.values(),
             *stale,
         ),
-        unread=(*reading.unread, *(message for each in logs for message in each.unread)),
+        unread=(*reading.unread, *(message for log in logs for message in log.unread)),
         n_files=len(logs),
-        n_lines=sum(each.n_lines for each in logs),
+        n_lines=sum(log.n_lines for log in logs),
         deadline_reached=reading.deadline.reached,
     )
 
 
 def _first_failed(logs: Sequence[FailureLogReader]) -> tuple[str | None, int | None] | None:
     """The rank that failed first, if the launchers show it: each knows only its own ranks."""
-    reports = {each.first_failed: each.first_failed_s for each in logs if each.first_failed}
+    reports = {log.first_failed: log.first_failed_s for log in logs if log.first_failed}
     times = [at for at in reports.values() if at is not None]
     if len(reports) > 1 and len(times) < len(reports):
         return None

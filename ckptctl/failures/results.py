@@ -1,6 +1,7 @@
 """The results of `classify`: classes of failure, the evidence, and what it adds up to.
 
-Each class states the domain of the failure, what to do, and whether a restart can help.
+Each class (`classes.toml`) states the domain of the failure, what to do, and whether a restart can
+help.
 `rules` maps evidence to classes; `classifying` chooses among several.
 """
 
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import resources
+
+import msgspec
 
 from ckptctl.model import Message, Ordered, Positive
 
@@ -50,149 +54,6 @@ class Restart(StrEnum):
     NO = "no"
 
 
-@dataclass(frozen=True, slots=True)
-class FailureClass:
-    """The meaning of a class of failures, and what to do about it."""
-
-    name: str
-    domain: Domain
-    action: Action
-    restart: Restart
-    means: str
-    advice: str
-
-
-_ALL = (
-    FailureClass(
-        "infra-node",
-        Domain.INFRASTRUCTURE,
-        Action.DRAIN,
-        Restart.YES,
-        "a node or one of its devices failed",
-        "Remove the node from the pool first, then resume elsewhere from the newest verified step.",
-    ),
-    FailureClass(
-        "infra-fabric",
-        Domain.INFRASTRUCTURE,
-        Action.DRAIN,
-        Restart.YES,
-        "a link between nodes or devices failed",
-        "Resume; if the same pair of nodes or the same port fails again, drain it.",
-    ),
-    FailureClass(
-        "infra-storage",
-        Domain.INFRASTRUCTURE,
-        Action.CHECK_STORAGE,
-        Restart.ONCE,
-        "the storage failed, is full, or did not answer",
-        "Check the storage from the nodes of the job before resuming, and verify the newest step "
-        "at level content.",
-    ),
-    FailureClass(
-        "job-code",
-        Domain.JOB,
-        Action.FIX,
-        Restart.ONCE,
-        "the program failed",
-        "Fix the code: a resume would hit the same bug.",
-    ),
-    FailureClass(
-        "job-config",
-        Domain.JOB,
-        Action.FIX,
-        Restart.NO,
-        "the job is misconfigured and cannot run",
-        "Correct the configuration, the environment or the job script.",
-    ),
-    FailureClass(
-        "job-data",
-        Domain.JOB,
-        Action.FIX,
-        Restart.NO,
-        "the training data failed",
-        "Repair or skip the sample: a resume would read it again.",
-    ),
-    FailureClass(
-        "job-oom",
-        Domain.JOB,
-        Action.FIX,
-        Restart.ONCE,
-        "out of memory",
-        "Use less memory (a smaller micro-batch, more sharding, fewer workers) or request more.",
-    ),
-    FailureClass(
-        "job-divergence",
-        Domain.JOB,
-        Action.FALL_BACK,
-        Restart.ONCE,
-        "training diverged",
-        "Do not resume from the newest step: resume from one before the divergence, on other "
-        "nodes if a device may be the cause.",
-    ),
-    FailureClass(
-        "bad-checkpoint",
-        Domain.JOB,
-        Action.FALL_BACK,
-        Restart.YES,
-        "the checkpoint could not be loaded",
-        "Verify the step that was loaded, and resume from an older one if it is damaged.",
-    ),
-    FailureClass(
-        "preemption",
-        Domain.STOPPED,
-        Action.RESUME,
-        Restart.FREE,
-        "the job was preempted",
-        "Resume; nothing is broken.",
-    ),
-    FailureClass(
-        "walltime",
-        Domain.STOPPED,
-        Action.RESUME,
-        Restart.FREE,
-        "the time limit of the job was reached",
-        "Submit the job again; nothing is broken.",
-    ),
-    FailureClass(
-        "user",
-        Domain.STOPPED,
-        Action.WAIT,
-        Restart.NO,
-        "the job was stopped manually",
-        "Find out who stopped it and why before restarting.",
-    ),
-    FailureClass(
-        "hang",
-        Domain.UNKNOWN,
-        Action.INVESTIGATE,
-        Restart.YES,
-        "ranks waited for a rank that never joined",
-        "Find the rank that never joined: dumps of the flight recorder (`--flight-recorder`), or "
-        "py-spy on each node. Then resume; the same collective twice points to the job.",
-    ),
-    FailureClass(
-        "none",
-        Domain.NONE,
-        Action.NOTHING,
-        Restart.NO,
-        "nothing failed",
-        "Exit code 0 does not prove that training is finished: check the last step.",
-    ),
-    FailureClass(
-        "unknown",
-        Domain.UNKNOWN,
-        Action.INVESTIGATE,
-        Restart.ONCE,
-        "the logs do not show a cause",
-        "Collect the logs of all ranks, the kernel log of each node (`dmesg -T`), the scheduler's "
-        "record (`sacct -P`, `kubectl describe`), and for a hang the dumps of the flight recorder.",
-    ),
-)
-
-CLASSES: Mapping[str, FailureClass] = {each.name: each for each in _ALL}
-"""Every class by name, in the order of the documentation."""
-
-
 class Role(Ordered):
     """The role of a piece of evidence in the chain of a failure, the strongest first.
 
@@ -206,6 +67,43 @@ class Role(Ordered):
     SUSPECT = "suspect"
     CASCADE = "cascade"
     NOTE = "note"
+
+
+class FailureClass(msgspec.Struct, frozen=True):
+    """The meaning of a class of failures, and what to do about it."""
+
+    name: str
+    domain: Domain
+    action: Action
+    restart: Restart
+    means: str
+    advice: str
+
+
+class ExitMeaning(msgspec.Struct, frozen=True):
+    """What an exit code or a signal shows; `action` and `restart` if they differ from the class."""
+
+    failure: str
+    means: str
+    role: Role = Role.SUSPECT
+    action: str = ""
+    restart: str = ""
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The entries of `classes.toml`."""
+
+    classes: tuple[FailureClass, ...]
+    exits: Mapping[str, ExitMeaning]
+
+
+_TABLE = msgspec.toml.decode(
+    (resources.files("ckptctl.failures") / "classes.toml").read_bytes(), type=_Table
+)
+CLASSES: Mapping[str, FailureClass] = {failure.name: failure for failure in _TABLE.classes}
+"""Every class by name, in the order of the documentation."""
+EXITS = _TABLE.exits
+"""What exit codes show, by the number or the name of the signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,4 +283,8 @@ class Classification:
     def nodes_from(self, confidence: str) -> tuple[str, ...]:
         """The names of the nodes that are suspected with at least this confidence."""
         enough = CONFIDENCES[CONFIDENCES.index(confidence) :]
-        return tuple(each.node for each in self.suspects if each.node and each.confidence in enough)
+        return tuple(
+            suspect.node
+            for suspect in self.suspects
+            if suspect.node and suspect.confidence in enough
+        )

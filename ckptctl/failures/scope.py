@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptctl.failures.results import Evidence, Role
@@ -36,13 +36,16 @@ _SETTLED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _ProgramSpan:
-    """When and where a program ran.
+class AttemptScope:
+    """When and where a program ran, as far as one log shows it, or all logs of the attempt.
 
-    `starts` and `ends`: the first or last time is that of the begin or end of a log, not of a
-    line between others without a time. `progress_s` is the time of the third newest step.
+    `files` are these logs. `starts` and `ends`: the first or last time is that of the begin or end
+    of a log, not of a line between others without a time. `progress_s` is the time of the third
+    newest step. `earlier` are logs of programs that ended before the attempt began. `other_zone`
+    are logs whose times have a zone where those of the attempt have none, or the reverse.
     """
 
+    files: frozenset[str]
     first_s: float | None
     last_s: float | None
     starts: bool
@@ -52,42 +55,11 @@ class _ProgramSpan:
     has_all_hosts: bool
     pids: frozenset[str]
     jobs: frozenset[str]
+    earlier: frozenset[str] = frozenset()
+    other_zone: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class LogSpan(_ProgramSpan):
-    """What one log shows of the attempt that wrote it."""
-
-    file: str
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptScope(_ProgramSpan):
-    """When and where the attempt ran, as far as its own logs show; `files` are these logs.
-
-    `earlier` are logs of programs that ended before the attempt began. `other_zone` are logs whose
-    times have a zone where those of the attempt have none, or the reverse.
-    """
-
-    files: frozenset[str]
-    earlier: frozenset[str]
-    other_zone: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Bearing:
-    """Whether a line is evidence for the attempt.
-
-    `aside` is why it is none, `doubt` why it may be none; both are empty if it is evidence.
-    """
-
-    aside: str = ""
-    doubt: str = ""
-    survived: bool = False
-    role: Role | None = None
-
-
-def scope_of(logs: Iterable[LogSpan], has_zone: Mapping[str, bool]) -> AttemptScope:
+def scope_of(logs: Iterable[AttemptScope], has_zone: Mapping[str, bool]) -> AttemptScope:
     """The attempt that ended last: its logs overlap or follow each other within minutes.
 
     `has_zone` states for each log, also of others, whether its times have a zone.
@@ -98,63 +70,76 @@ def scope_of(logs: Iterable[LogSpan], has_zone: Mapping[str, bool]) -> AttemptSc
         key=lambda log: log.last_s or 0.0,
         reverse=True,
     )
-    of_attempt, earlier = [log for log in logs if log.last_s is None], list[LogSpan]()
+    attempt_logs, earlier = [log for log in logs if log.last_s is None], list[AttemptScope]()
     begin = None if not timed else timed[0].first_s
     for log in timed:
         if begin is None or log.last_s is None or not log.ends or log.last_s >= begin - AFTER_S:
-            of_attempt.append(log)
+            attempt_logs.append(log)
             begin = min((at for at in (begin, log.first_s) if at is not None), default=None)
         else:
             earlier.append(log)
-    firsts = [log.first_s for log in of_attempt if log.first_s is not None]
-    lasts = [log.last_s for log in of_attempt if log.last_s is not None]
-    progress = [log.progress_s for log in of_attempt if log.progress_s is not None]
+    newest = next((file for log in timed[:1] for file in log.files), None)
+
+    def every(field: str) -> frozenset[str]:
+        return frozenset().union(*(getattr(log, field) for log in attempt_logs))
+
+    def times(field: str) -> list[float]:
+        return [at for log in attempt_logs if (at := getattr(log, field)) is not None]
+
     return AttemptScope(
-        files=frozenset(log.file for log in of_attempt),
-        earlier=frozenset(log.file for log in earlier),
+        files=every("files"),
+        earlier=frozenset().union(*(log.files for log in earlier)),
         other_zone=frozenset(
             file
             for file, zoned in has_zone.items()
-            if timed and zoned is not has_zone.get(timed[0].file, zoned)
+            if newest is not None and zoned is not has_zone.get(newest, zoned)
         ),
-        first_s=min(firsts, default=None),
-        last_s=max(lasts, default=None),
-        starts=any(log.starts for log in of_attempt),
-        ends=any(log.ends for log in of_attempt),
-        progress_s=max(progress, default=None),
-        hosts=frozenset(host for log in of_attempt for host in log.hosts),
-        has_all_hosts=any(log.has_all_hosts for log in of_attempt),
-        pids=frozenset(pid for log in of_attempt for pid in log.pids),
-        jobs=frozenset(job for log in of_attempt for job in log.jobs),
+        first_s=min(times("first_s"), default=None),
+        last_s=max(times("last_s"), default=None),
+        starts=any(log.starts for log in attempt_logs),
+        ends=any(log.ends for log in attempt_logs),
+        progress_s=max(times("progress_s"), default=None),
+        hosts=every("hosts"),
+        has_all_hosts=any(log.has_all_hosts for log in attempt_logs),
+        pids=every("pids"),
+        jobs=every("jobs"),
     )
 
 
-def bearing(evidence: Evidence, scope: AttemptScope) -> Bearing:
-    """Whether a line is evidence for the attempt, by its time, its place and what came after."""
-    if evidence.file in scope.earlier:
-        return Bearing(aside="its log ended before the logs of this attempt begin")
+def bearing(evidence: Evidence, scope: AttemptScope) -> tuple[Evidence, str]:
+    """The evidence as it counts for the attempt, and why it is set aside; empty if it is not.
+
+    Its time, its place and what came after decide.
+    """
+    if aside := _aside(evidence, scope):
+        return evidence, f"{evidence.file}:{evidence.line}: {evidence.description}: {aside}"
     if not scope.files or evidence.file in scope.files:
-        return Bearing()
-    if other := _elsewhere(evidence, scope):
-        return Bearing(aside=other)
-    if apart := _apart(evidence, scope):
-        return Bearing(aside=apart)
+        return evidence, ""
+    leads = evidence.role in (Role.CAUSE, Role.ROOT)
+    suspicion = replace(evidence, role=Role.SUSPECT) if leads else evidence
     if _disproved(evidence, scope):
         # A file system is not used between two saves: progress does not show that it answers.
         waits = evidence.rule.startswith("storage.")
-        return Bearing(role=Role.SUSPECT) if waits else Bearing(survived=True)
-    if evidence.rule not in _OF_A_MACHINE:
+        return (suspicion if waits else replace(evidence, survived=True)), ""
+    if evidence.rule not in _MACHINE_RULES:
         # A log of the scheduler names the nodes of all jobs.
-        of_a_node = evidence.host is not None and evidence.failure == "infra-node"
-        doubt = _place_doubt(evidence, scope) if of_a_node else ""
-        return Bearing(doubt=_zone_doubt(evidence, scope) or doubt)
-    doubts = [
-        each for each in (_time_doubt(evidence, scope), _place_doubt(evidence, scope)) if each
-    ]
-    foreign = _process_of(evidence) if evidence.rule in _OF_A_PROCESS else ""
+        names_node = evidence.host is not None and evidence.failure == "infra-node"
+        doubt = _place_doubt(evidence, scope) if names_node else ""
+        return replace(evidence, doubt=_zone_doubt(evidence, scope) or doubt), ""
+    process = _PROCESS.search(evidence.text) if evidence.rule in _PROCESS_RULES else None
+    foreign = next((name.strip() for name in process.groups() if name), "") if process else ""
     if foreign and not _IN_TRAINING.match(foreign) and not _is_ours(evidence, scope):
-        return Bearing(doubt=f"{foreign!r} is not known as a process of the job", role=Role.SUSPECT)
-    return Bearing(doubt="; ".join(filter(None, doubts)))
+        return replace(suspicion, doubt=f"{foreign!r} is not known as a process of the job"), ""
+    doubts = (_time_doubt(evidence, scope), _place_doubt(evidence, scope))
+    return replace(evidence, doubt="; ".join(filter(None, doubts))), ""
+
+
+def _aside(evidence: Evidence, scope: AttemptScope) -> str:
+    if evidence.file in scope.earlier:
+        return "its log ended before the logs of this attempt begin"
+    if not scope.files or evidence.file in scope.files:
+        return ""
+    return _elsewhere(evidence, scope) or _apart(evidence, scope)
 
 
 _JOB_ENDED = re.compile(
@@ -172,7 +157,7 @@ _STARTS = re.compile(
 )
 _SLURM_JOB = re.compile(r"\bSLURM_JOB_?ID\W{1,4}(\d{1,12})")
 # Errors of a start. A handler that saves while a job is being ended may import late, too.
-_AT_THE_START = ("config.", "hub.", "checkpoint.")
+_START_RULES = ("config.", "hub.", "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +191,7 @@ def is_of_next_attempt(evidence: Evidence, end: JobEnd, *, restarted: bool) -> b
     own_end = job_end_in(evidence.text, None)
     if own_end is not None:
         return own_end.at_s - end.at_s > AFTER_S
-    if restarted and evidence.role is Role.ROOT and evidence.rule.startswith(_AT_THE_START):
+    if restarted and evidence.role is Role.ROOT and evidence.rule.startswith(_START_RULES):
         return True
     return evidence.at_s is not None and is_after(evidence.at_s, end)
 
@@ -218,8 +203,8 @@ def is_after(at_s: float, end: JobEnd) -> bool:
     return not _may_be_zones(at_s - end.at_s)
 
 
-_OF_A_PROCESS = frozenset(rule.name for rule in RULES if rule.process)
-_OF_A_MACHINE = _OF_A_PROCESS | frozenset(
+_PROCESS_RULES = frozenset(rule.name for rule in RULES if rule.process)
+_MACHINE_RULES = _PROCESS_RULES | frozenset(
     rule.name for rule in RULES if rule.kernel or rule.name.startswith("kernel.")
 )
 """Rules for lines that a machine writes about itself, whoever uses it."""
@@ -248,11 +233,6 @@ def jobs_in(text: str) -> frozenset[str]:
     return frozenset(match[1] or match[2] for match in _JOB.finditer(text))
 
 
-def _process_of(evidence: Evidence) -> str:
-    match = _PROCESS.search(evidence.text)
-    return next((name.strip() for name in match.groups() if name), "") if match else ""
-
-
 def _is_ours(evidence: Evidence, scope: AttemptScope) -> bool:
     if scope.jobs & jobs_in(evidence.text):
         return True
@@ -265,9 +245,9 @@ def _elsewhere(evidence: Evidence, scope: AttemptScope) -> str:
     if jobs and scope.jobs and not jobs & scope.jobs:
         other, own = ", ".join(sorted(jobs)), ", ".join(sorted(scope.jobs))
         return f"it is about job {other}, and this is {own}"
-    host = _short(evidence.host)
+    host = short_host(evidence.host)
     # A pod has another name than its node: only names of one form can be compared.
-    comparable = scope.has_all_hosts and _form(host) in {_form(each) for each in scope.hosts}
+    comparable = scope.has_all_hosts and _form(host) in {_form(known) for known in scope.hosts}
     if host and comparable and host not in scope.hosts:
         return f"{host} is none of the {counted(len(scope.hosts), 'node')} of the job"
     return ""
@@ -326,12 +306,13 @@ def _zone_doubt(evidence: Evidence, scope: AttemptScope) -> str:
 
 
 def _place_doubt(evidence: Evidence, scope: AttemptScope) -> str:
-    if _is_ours(evidence, scope) or _short(evidence.host) in scope.hosts:
+    if _is_ours(evidence, scope) or short_host(evidence.host) in scope.hosts:
         return ""
     return "the job's logs do not show that it ran there"
 
 
-def _short(host: str | None) -> str:
+def short_host(host: str | None) -> str:
+    """The name of a host without its domain."""
     return (host or "").partition(".")[0].lower()
 
 
@@ -342,21 +323,3 @@ def _form(host: str) -> str:
 def job_of_log(name: str) -> frozenset[str]:
     """The job in the name of a log, such as `slurm-8032.out`."""
     return jobs_in(os.path.basename(name)) if "slurm-" in name else frozenset()
-
-
-def short_hosts(hosts: Iterable[str]) -> frozenset[str]:
-    """Names of hosts without their domains."""
-    return frozenset(_short(host) for host in hosts)
-
-
-def placed(evidence: Sequence[Evidence], scope: AttemptScope) -> Iterator[tuple[Evidence, str]]:
-    """The evidence as it bears on the attempt, each with why it is set aside, if it is."""
-    for each in evidence:
-        found = bearing(each, scope)
-        if found.aside:
-            yield each, f"{each.file}:{each.line}: {each.description}: {found.aside}"
-            continue
-        leads = each.role in (Role.CAUSE, Role.ROOT)
-        role = found.role if found.role is not None and leads else each.role
-        survived = each.survived or found.survived
-        yield replace(each, doubt=found.doubt, survived=survived, role=role), ""

@@ -73,11 +73,6 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _zigzag(value: int) -> int:
-    """A field that is a sint64."""
-    return (value >> 1) ^ -(value & 1)
-
-
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "replace")
 
@@ -150,8 +145,7 @@ class _FramedFile(RecordFile):
     def __init__(
         self, name: str, keys: Mapping[str, str] | None = None, *, trimmed: bool = False
     ) -> None:
-        self._rows = RecordRows(keys, trimmed=trimmed)
-        super().__init__(name, self._rows)
+        super().__init__(name, RecordRows(keys, trimmed=trimmed))
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
@@ -247,12 +241,12 @@ def _scalars(summary: bytes) -> Iterator[tuple[str, str]]:
                 case 2, part:
                     value = _exactly(_float(part))
                 case 8, bytes(part):
-                    value = _of_tensor(part)
+                    value = _tensor_scalar(part)
         if tag and value is not None:
             yield tag, value
 
 
-def _of_tensor(tensor: bytes) -> str | None:
+def _tensor_scalar(tensor: bytes) -> str | None:
     """The scalar in a tensor: its elements packed in a field of their own, or raw bytes."""
     kind, content = 0, b""
     for field in fields(tensor):
@@ -280,7 +274,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _MAX_RECORD = 1 << 20
 
 # W&B counts its own step from 0 in each process.
-_STEPS_OF_RUN = ("train/global_step", "trainer/global_step")
+_RUN_STEPS = ("train/global_step", "trainer/global_step")
 
 _HISTORY = 2  # field of Record
 
@@ -343,7 +337,7 @@ class WandbFile(_FramedFile):
                     case 2, bytes(counter):
                         values = [v for n, v in fields(counter) if n == 1 and isinstance(v, int)]
                         step = _signed(values[0]) if values else 0
-            of_run = next((text for name, text in pairs if name in _STEPS_OF_RUN), None)
+            of_run = next((text for name, text in pairs if name in _RUN_STEPS), None)
             self._has_steps_of_run = self._has_steps_of_run or of_run is not None
             if self._has_steps_of_run:
                 step = None if of_run is None else parse_step(of_run)
@@ -362,11 +356,12 @@ def _item(item: bytes) -> Iterator[tuple[str, str]]:
             case 2, bytes(value):
                 nested.append(_text(value))
             case 5, int(value):
-                yield name, str(_zigzag(value))
+                yield name, str((value >> 1) ^ -(value & 1))  # a sint64
             case 6, value:
                 yield name, _exactly(_float(value))
             case ((8 | 16), bytes(value)):
                 # JSON: a number, or a record of them.
                 record = decode_record(f'{{"": {_text(value)}}}') or {}
                 for below, text in flat_pairs(record):
-                    yield name + below, text
+                    if text is not None:
+                        yield name + below, text

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import NamedTuple
 
 from ckptctl.outside_numbers import clamped, finite, moment_of, whole
 
@@ -17,7 +16,7 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 MONTH = f"(?P<month>{'|'.join(_MONTHS)})"
 CLOCK = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 ZONE = r"(?P<z>Z| ?UTC|[+-]\d\d:?\d\d(?!\d))?"
-_IN_A_LINE = re.compile(
+_LINE_CLOCK = re.compile(
     r"(?:(?:(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)"
     r"|(?P<mo_us>\d\d)/(?P<d_us>\d\d)/(?P<y_us>\d{4}))[ T]"
     # At the beginning of a line, a time of the day.
@@ -46,8 +45,8 @@ def seconds_of(parts: Mapping[str, str | None]) -> float | None:
         return time_s + fraction
     month = _MONTHS.index(name) + 1 if name else clamped(parts.get("mo") or "0")
     now = datetime.now(UTC) if year is None else None
-    for each in (now.year, now.year - 1) if now is not None else (year or 0,):
-        midnight = _midnight(each, month, clamped(day))
+    for candidate in (now.year, now.year - 1) if now is not None else (year or 0,):
+        midnight = _midnight(candidate, month, clamped(day))
         if midnight is None:
             continue
         at_s = midnight + time_s + fraction - _offset_s(parts.get("z"))
@@ -72,7 +71,7 @@ def _offset_s(zone: str | None) -> int:
 
 def clock_in(text: str) -> float | None:
     """The first date with a time in a text; also a time of the day at its beginning."""
-    match = _IN_A_LINE.search(text)
+    match = _LINE_CLOCK.search(text)
     return None if match is None else _seconds_in(match)
 
 
@@ -83,23 +82,12 @@ def _seconds_in(match: re.Match[str]) -> float | None:
     return seconds_of(parts)
 
 
-class ClockPlace(NamedTuple):
-    """Where a time begins, where its seconds do, and where it ends, in front of its zone."""
-
-    begin: int
-    second: int
-    end: int
-    is_utc: bool
-
-
-def clock_place(text: str) -> ClockPlace | None:
-    """The place of the time of `clock_in`; None without one."""
-    match = _IN_A_LINE.search(text)
-    if match is None or _seconds_in(match) is None:
+def clock_match(text: str) -> re.Match[str] | None:
+    """The match of the time of `clock_in`; None without one, and for a zone other than UTC."""
+    match = _LINE_CLOCK.search(text)
+    if match is None or _seconds_in(match) is None or _offset_s(match["z"]):
         return None
-    zone = match["z"]
-    end = match.end() if zone is None else match.start("z")
-    return ClockPlace(match.start(), match.start("s"), end, not _offset_s(zone))
+    return match
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
 from ckptctl.logs.clocks import time_of
-from ckptctl.logs.log_lines import LEVEL_KEYS, TIME_KEYS, keys, split_launcher
+from ckptctl.logs.log_lines import KEYS, split_launcher
 from ckptctl.outside_numbers import moment, whole
 
 MAX_RECORD = 4 << 20
@@ -37,32 +37,7 @@ _MAX_DEPTH = 4
 _FULL_PART = 16_000
 """Docker divides a line after 16 KiB; a shorter record without a line end is a whole line."""
 
-_OF_ONE = keys("textPayload MESSAGE @message _raw LogEntry LogMessage")
-_OF_MANY = keys("log line message msg text body")
-"""Keys of the line. Programs that log in JSON use those of `_OF_MANY`, too."""
-_COLLECTORS = frozenset(
-    keys(
-        """stream kubernetes docker container_name container_id source_type tags insertId logName
-        ingestionTime eventId logStreamName logStream labels ddsource ddtags service fields resource
-        _index @version attrs"""
-    )
-)
-"""Keys that a collector adds to the line."""
-_PROGRAMS = frozenset(
-    keys(
-        """exc_info stack_trace traceback error exception extraInfo event loss step iteration iter
-        global_step epoch rank"""
-    )
-)
-"""Keys that a program adds to its message: its record is kept whole."""
-_ENVELOPES = keys("jsonPayload _source result attributes content json")
-_LISTS = keys("events logEvents entries data result results hits logs streams values")
-_LOUDNESS = frozenset(keys("DEBUG INFO NOTICE WARNING WARN ERROR CRITICAL FATAL"))
-_SOURCES = keys(
-    """pod_name pod PodName logStreamName logStream @logStream _HOSTNAME hostname host
-    container_name"""
-)
-_HOLD_SOURCES = keys("kubernetes resource labels fields stream")
+_LEVELS = ("DEBUG", "INFO", "NOTICE", "WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 _CRI = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\S{8,40}) std(?:out|err) (?P<part>[FP])(?::\S*)?(?: |$)(?P<text>.*)",
@@ -96,14 +71,11 @@ def printed(record: LogRecord) -> str:
     text = record.text.rstrip("\r\n").replace("\r\n", "\n").replace("\n", "\r")
     if not (text.startswith("{") or _CLOCK.match(text)):
         begin = split_launcher(text).begin  # the rank stays in front of the time
-        about = "".join(f"{each} " for each in (_stamp(record.time), record.level) if each)
+        time = None if record.time is None else moment(record.time)
+        stamp = "" if time is None else f"{time:%Y-%m-%dT%H:%M:%S.%f}Z"
+        about = "".join(f"{part} " for part in (stamp, record.level) if part)
         text = f"{text[:begin]}{about}{text[begin:]}"
     return f"[pod/{record.source}] {text}" if record.source else text
-
-
-def _stamp(seconds: float | None) -> str:
-    time = None if seconds is None else moment(seconds)
-    return "" if time is None else f"{time:%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
 def record_in(line: str, depth: int = _MAX_DEPTH) -> LogRecord | None:
@@ -144,7 +116,7 @@ def _record_of(
     """The record in an object; `inside` another one, where any key of a line is believed."""
     text = _text_of(document, inside=inside)
     if text is None and depth:
-        for key in _ENVELOPES:
+        for key in KEYS["envelopes"]:
             below = document.get(key)
             if not isinstance(below, dict):
                 continue
@@ -170,59 +142,57 @@ def _record_of(
 
 
 def _text_of(document: Mapping[str, object], *, inside: bool) -> str | None:
-    for key in _OF_ONE:
+    for key in KEYS["line"]:
         text = document.get(key)
         if key == "MESSAGE" and isinstance(text, list):  # journald: it is not UTF-8
             codes = (whole(code, 255) for code in text if isinstance(code, str))
             text = bytes(code for code in codes if code is not None).decode("utf-8", "replace")
         if isinstance(text, str):
             return text
-    if _PROGRAMS & document.keys():
+    if document.keys() & KEYS["program"]:
         return None
-    others = document.keys() - {*_OF_MANY, *TIME_KEYS, *LEVEL_KEYS}
-    if not (inside or _COLLECTORS & document.keys() or not others):
+    others = document.keys() - {*KEYS["text"], *KEYS["time"], *KEYS["level"]}
+    if not (inside or document.keys() & KEYS["collector"] or not others):
         return None
-    return next((t for key in _OF_MANY if isinstance(t := document.get(key), str)), None)
+    return next((t for key in KEYS["text"] if isinstance(t := document.get(key), str)), None)
 
 
 def _level_of(document: Mapping[str, object]) -> str:
-    if _COLLECTORS & document.keys() or not document.keys().isdisjoint(_OF_ONE):
+    if document.keys() & {*KEYS["collector"], *KEYS["line"]}:
         return ""  # what a collector derives from the stream
-    levels = (str(document.get(key, "")).upper() for key in LEVEL_KEYS)
-    return next((level for level in levels if level in _LOUDNESS), "")
+    levels = (str(document.get(key, "")).upper() for key in KEYS["level"])
+    return next((level for level in levels if level in _LEVELS), "")
 
 
 def _source_of(document: Mapping[str, object], depth: int = 2) -> str:
-    for key in _SOURCES:
+    for key in KEYS["source"]:
         name = document.get(key)
         if isinstance(name, str) and re.fullmatch(r"[\w./-]{1,200}", name):
             return name.replace("/", "-")
-    inside = (document.get(key) for key in _HOLD_SOURCES if depth)
-    found = (_source_of(each, depth - 1) for each in inside if isinstance(each, dict))
+    inside = (document.get(key) for key in KEYS["holds_source"] if depth)
+    found = (_source_of(value, depth - 1) for value in inside if isinstance(value, dict))
     return next(filter(None, found), "")
 
 
 def _first_time(document: Mapping[str, object]) -> float | None:
-    times = (time_of(document.get(key)) for key in TIME_KEYS)
+    times = (time_of(document.get(key)) for key in KEYS["time"])
     return next(filter(None, times), None)
 
 
 def _records_in(value: object, depth: int = _MAX_DEPTH) -> Iterator[LogRecord]:
     if isinstance(value, list):
-        for each in value:
-            if isinstance(each, list) and len(each) > 1 and isinstance(each[1], str):
-                yield LogRecord(each[1], time_of(each[0]))
+        for element in value:
+            if isinstance(element, list) and len(element) > 1 and isinstance(element[1], str):
+                yield LogRecord(element[1], time_of(element[0]))
             elif depth:
-                yield from _records_in(each, depth - 1)
+                yield from _records_in(element, depth - 1)
     elif isinstance(value, dict):
         record = _record_of(value)
         if record is not None:
             yield record
         elif depth:
-            below = (value.get(key) for key in _LISTS)
-            for each in below:
-                if isinstance(each, (list, dict)):
-                    yield from _records_in(each, depth - 1)
+            for key in KEYS["lists"]:
+                yield from _records_in(value.get(key), depth - 1)
 
 
 def records_of(document: bytes) -> list[LogRecord]:
@@ -244,7 +214,7 @@ _TRIED_LINES = 50
 """A log whose first lines are no records of a collector is read as it is."""
 _HEAD_BYTES = 64
 _DOCUMENT = re.compile(r"\A\s*(?:\[\s*\{|\[\s*$|\{\s*\n|\{\s*\"\w+\"\s*:\s*[\[{])")
-_OF_DOCUMENT = re.compile(
+_DOCUMENT_KEYS = re.compile(
     r'"(?:textPayload|jsonPayload|insertId|ingestionTime|eventId|@message|__CURSOR|logEvents'
     r'|_source|tsNs|_raw|streams|labels|attributes)"\s*:'
 )
@@ -254,7 +224,6 @@ class Unwrapper:
     """Turns the bytes of one log, fed in pieces of any length, into those of its lines."""
 
     def __init__(self) -> None:
-        self._head: bytes | None = b""
         self._rest = b""
         self._is_tried = False
         self._n_tried = 0
@@ -263,43 +232,14 @@ class Unwrapper:
         self._part = ""
         self._order = _OrderDetector()
 
-    def feed(self, data: bytes) -> bytes:
+    def feed(self, data: bytes, *, is_last: bool = False) -> bytes:
         """The lines that these bytes complete."""
-        if self._head is not None:
-            self._head += data
-            return b"" if len(self._head) < _HEAD_BYTES else self._begin()
-        return self._take(data)
-
-    def end(self) -> bytes:
-        """The lines that waited for more bytes."""
-        out = b"" if self._head is None else self._begin()
-        out += b"" if self._is_tried else self._take(b"", is_last=True)
-        if self._document is not None:
-            return out + _lines_of(bytes(self._document))
-        rest, self._rest = self._rest, b""
-        if rest:
-            out += rest if self._is_plain else self._unwrapped(rest)
-        return out + self._order.end() + _utf8(self._part)
-
-    def _begin(self) -> bytes:
-        data, self._head = self._head or b"", None
-        return self._take(data.removeprefix(codecs.BOM_UTF8))
-
-    def _take(self, data: bytes, *, is_last: bool = False) -> bytes:
+        data, self._rest = self._rest + data, b""
         if self._is_plain:
-            data, self._rest = self._rest + data, b""
             return data
         if not self._is_tried:
-            data, self._rest = self._rest + data, b""
-            self._is_tried = len(data) >= _TRIED_BYTES or is_last
-            head = data[:MAX_RECORD].decode("utf-8", "replace")
-            if _DOCUMENT.match(head) is None:
-                self._is_tried = True
-            elif _OF_DOCUMENT.search(head):
-                self._is_tried = True
-                first, line_end, _ = head.partition("\n")
-                if not line_end or record_in(first) is None:
-                    self._document = bytearray()
+            data = data.removeprefix(codecs.BOM_UTF8)
+            self._try(data, is_last=is_last)
             if not self._is_tried:
                 self._rest = data
                 return b""
@@ -309,10 +249,35 @@ class Unwrapper:
                 return b""
             data, self._document, self._is_plain = bytes(self._document), None, True
             return data
-        whole, end, self._rest = (self._rest + data).rpartition(b"\n")
+        whole, end, self._rest = data.rpartition(b"\n")
         if len(self._rest) > MAX_RECORD:
             whole, end, self._rest = whole + end + self._rest, b"", b""
         return self._lines(whole.split(b"\n"), end) if whole or end else b""
+
+    def end(self) -> bytes:
+        """The lines that waited for more bytes."""
+        out = b"" if self._is_tried else self.feed(b"", is_last=True)
+        if self._document is not None:
+            document = bytes(self._document)
+            lines = (_utf8(printed(record)) + b"\n" for record in records_of(document))
+            return out + (b"".join(lines) or document)
+        rest, self._rest = self._rest, b""
+        if rest:
+            out += rest if self._is_plain else self._unwrapped(rest)
+        return out + self._order.end() + _utf8(self._part)
+
+    def _try(self, data: bytes, *, is_last: bool) -> None:
+        """Find out, once there are enough bytes, whether the log is a document of records."""
+        if len(data) < _HEAD_BYTES and not is_last:
+            return
+        head = data[:MAX_RECORD].decode("utf-8", "replace")
+        may_be_document = _DOCUMENT.match(head) is not None
+        self._is_tried = not may_be_document or len(data) >= _TRIED_BYTES or is_last
+        if may_be_document and _DOCUMENT_KEYS.search(head):
+            self._is_tried = True
+            first, line_end, _ = head.partition("\n")
+            if not line_end or record_in(first) is None:
+                self._document = bytearray()
 
     def _lines(self, lines: list[bytes], end: bytes) -> bytes:
         out = bytearray()
@@ -389,9 +354,3 @@ def unwrapped(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
-
-
-def _lines_of(document: bytes) -> bytes:
-    """The lines of a document with records; the document itself for any other."""
-    lines = (_utf8(printed(record)) + b"\n" for record in records_of(document))
-    return b"".join(lines) or document

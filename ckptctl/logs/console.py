@@ -1,7 +1,7 @@
 """Read the output of programs that print a training step as text.
 
 `formats` describes the lines. A line that a terminal or a log collector wrapped is joined
-again. `BLOCK_FORMATS` are a heading that names the step, then one metric per line. The Hugging
+again. Blocks are a heading that names the step, then one metric per line. The Hugging
 Face trainer prints a dictionary without a step, followed by a progress bar that shows it.
 
 A trainer prints the same line at every step, with other numbers. Once a line is parsed by its
@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.errors import OptionError
-from ckptctl.logs.clocks import clock_in, clock_place, minute_in
+from ckptctl.logs.clocks import clock_in, clock_match, minute_in
 from ckptctl.logs.fields import FIELDS, NUMBERS, RowMaker, parse_step
-from ckptctl.logs.formats import PATTERNS, BlockFormat, LineFormat
+from ckptctl.logs.formats import BlockFormat, LineFormat, joined
 from ckptctl.logs.log_lines import stamp_end
 from ckptctl.logs.rows import LogPosition, Number, RankReader, Row
 from ckptctl.outside_numbers import clamped, whole
@@ -108,11 +108,12 @@ def _template(text: str, spans: dict[str, tuple[int, int]], clock_from: int) -> 
             return None
         number = _GROUPED if "," in value[2] else _NUMBER
         patterns[field] = f"({re.escape(value[1])}{number}{re.escape(value[3])})"
-    place = clock_place(text[clock_from:])
-    if place is not None:
-        if not place.is_utc:
+    if clock_in(text[clock_from:]) is not None:
+        clock = clock_match(text[clock_from:])
+        if clock is None:
             return None
-        begin, second, end = (clock_from + at for at in place[:3])
+        end = clock.end() if clock["z"] is None else clock.start("z")
+        begin, second, end = (clock_from + at for at in (clock.start(), clock.start("s"), end))
         minute = re.sub(r"\d", "0", text[begin:second])
         spans["minute"] = begin, second
         patterns["minute"] = f"({re.escape(minute)})".replace("0", r"\d")
@@ -194,9 +195,6 @@ _LOSS_AND_STEP = re.compile(
 
 def pattern_for(line: str) -> str | None:
     """A `--pattern` for the lines of a program whose format is not known."""
-    for hint, pattern in PATTERNS:
-        if re.search(hint, line):
-            return pattern
     named = _STEP_AND_LOSS.search(line) or _LOSS_AND_STEP.search(line)
     if named is None:
         return None
@@ -207,8 +205,8 @@ def pattern_for(line: str) -> str | None:
     )
 
 
-_OF_STEP = ("step", "epoch", "per", "it")
-_IN_TEMPLATES = frozenset((*_OF_STEP, *NUMBERS, "step_time_ms", "interval"))
+_STEP_GROUPS = ("step", "epoch", "per", "it")
+_IN_TEMPLATES = frozenset((*_STEP_GROUPS, *NUMBERS, "step_time_ms", "interval"))
 
 Span = tuple[int, int]
 
@@ -218,10 +216,10 @@ class LineReader(RankReader):
 
     def __init__(self, form: LineFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
-        self._head = re.compile(form.head)
-        self._pairs = re.compile(form.pairs) if form.pairs else None
+        self._head = re.compile(joined(form.head))
+        self._pairs = re.compile(joined(form.pairs)) if form.pairs else None
         self._tail = re.compile(form.tail) if form.tail else None
-        self._maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
+        self.maker = RowMaker({**form.keys, **(keys or {})}, trimmed=form.trimmed)
         self.templates = LineTemplates()
         """Those of all ranks of the log."""
         self._held: tuple[str, str, LogPosition] | None = None
@@ -245,7 +243,7 @@ class LineReader(RankReader):
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The rows that this line completes."""
         if self._held is None and (found := self.templates.read(text)) is not None:
-            return self._in_order(self._row(*found, position), text)
+            return self._without_older(self._row(*found, position), text)
         stamp, head = "", self._head.search(text) if self.format.hint in text else None
         if head is None and self.format.hint in text and (begin := stamp_end(text)):
             stamp, text = text[:begin], text[begin:]
@@ -322,15 +320,15 @@ class LineReader(RankReader):
         spans = {name: head.span(name) for name, value in head.groupdict().items() if value}
         named = [*((name, span) for name, span in spans.items() if name in FIELDS)]
         named += self._named(text, head.start())
-        best = self._maker.best(named)
+        best = self.maker.best(named)
         if "loss" in best:
-            n_kinds = len(self._maker.seen_losses)
-            if self._maker.is_repeated(best["loss"][2]):
+            n_kinds = len(self.maker.seen_losses)
+            if self.maker.is_repeated(best["loss"][2]):
                 del best["loss"]
-            if len(self._maker.seen_losses) > n_kinds:
+            if len(self.maker.seen_losses) > n_kinds:
                 self.templates.clear()  # another name may be that of the loss from here on
-        of_step = {name: span for name, span in spans.items() if name in _OF_STEP}
-        places = {**{field: span for field, (_, span, _) in best.items()}, **of_step}
+        step_groups = {name: span for name, span in spans.items() if name in _STEP_GROUPS}
+        places = {**{field: span for field, (_, span, _) in best.items()}, **step_groups}
         texts = {field: text[slice(*span)] for field, span in places.items()}
         at_s = clock_in(text)
         row = self._row(texts, clock_in(stamp) if at_s is None else at_s, position)
@@ -338,9 +336,9 @@ class LineReader(RankReader):
             n = len(stamp)
             moved = {field: (n + begin, n + end) for field, (begin, end) in places.items()}
             self.templates.learn(stamp + text, moved, 0 if at_s is None else n)
-        return self._in_order(row, stamp + text)
+        return self._without_older(row, stamp + text)
 
-    def _in_order(self, rows: Sequence[Row], line: str) -> Sequence[Row]:
+    def _without_older(self, rows: Sequence[Row], line: str) -> Sequence[Row]:
         # A bar yields the row of an earlier line.
         if self.format.redrawn or not rows or rows[0].loss is None:
             return rows
@@ -360,7 +358,7 @@ class LineReader(RankReader):
         step = self._step(texts)
         if step is None:
             return ()
-        row = self._maker.row_of(step, position, texts, at=at)
+        row = self.maker.row_of(step, position, texts, at=at)
         if not self.format.redrawn:
             return (row,)
         drawn, self._drawn = self._drawn, row
@@ -427,7 +425,7 @@ class LineOrder:
         return kept
 
 
-_OF_VALUES = {ord(char): None for char in "0123456789+-.,:#=> \t"}
+_VALUE_CHARACTERS = {ord(char): None for char in "0123456789+-.,:#=> \t"}
 _VALUE = re.compile(
     r"(?<![A-Za-z])(?:nan|inf|infinity)(?![A-Za-z])|\d[\d.,:]*(?:e[-+]?\d+)?[a-z%]{0,3}",
     re.IGNORECASE,
@@ -436,13 +434,13 @@ _VALUE = re.compile(
 
 def _same_form(line: str, other: str) -> bool:
     """Whether two lines differ only in their values, the units of these, and blanks."""
-    if line == other or line.translate(_OF_VALUES) == other.translate(_OF_VALUES):
+    if line == other or line.translate(_VALUE_CHARACTERS) == other.translate(_VALUE_CHARACTERS):
         return True
     return _form(line) == _form(other)
 
 
 def _form(line: str) -> str:
-    return _VALUE.sub("", line[stamp_end(line) :]).translate(_OF_VALUES)
+    return _VALUE.sub("", line[stamp_end(line) :]).translate(_VALUE_CHARACTERS)
 
 
 class Rounds:
@@ -526,7 +524,8 @@ class BlockReader(RankReader):
 
     def __init__(self, form: BlockFormat, keys: Mapping[str, str] | None = None) -> None:
         self.format = form
-        self._maker = RowMaker(keys)
+        self._head, self._metric = re.compile(form.head), re.compile(form.metric)
+        self.maker = RowMaker(keys)
         self._step: int | None = None
         self._position: LogPosition | None = None
         """Of the heading of the current block; None outside blocks."""
@@ -541,32 +540,29 @@ class BlockReader(RankReader):
 
     def read(self, text: str, position: LogPosition) -> Sequence[Row]:
         """The row of the block that this line ends."""
-        head = self.format.head.search(text) if self.format.hint in text else None
+        head = self._head.search(text) if self.format.hint in text else None
         is_inside = head is None and self._position is not None
-        if is_inside and (self._add(text) or self._n_others < self.format.gaps):
-            return ()
+        if is_inside:
+            metric = self._metric.match(text)
+            if metric is not None:
+                self._pairs.append((metric[1], metric[2]))
+                return ()
+            self._n_others += 1
+            if self._n_others < self.format.gaps:
+                return ()
         done = self.end()
         self._step = None if head is None else parse_step(head["step"])
         if self._step is not None:
             self._position, self._at, self._n_others = position, clock_in(text), 0
         return done
 
-    def _add(self, text: str) -> bool:
-        """Take the metric of a line into the block; False for any other line."""
-        metric = self.format.metric.match(text)
-        if metric is None:
-            self._n_others += 1
-            return False
-        self._pairs.append((metric[1], metric[2]))
-        return True
-
     def end(self) -> Sequence[Row]:
         """The row of the current block."""
         step, pairs, position = self._step, self._pairs, self._position
         self._step, self._position, self._pairs = None, None, []
-        if position is None or not any(self._maker.field(name) for name, _ in pairs):
+        if position is None or not any(self.maker.field(name) for name, _ in pairs):
             return ()
-        row = self._maker.row(pairs, position, step=step, at=self._at)
+        row = self.maker.row(pairs, position, step=step, at=self._at)
         return () if row is None else (row,)
 
 
@@ -598,7 +594,7 @@ class HfConsoleReader(RankReader):
     bar_hint = "%|"
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._maker = RowMaker(keys, trimmed=True)
+        self.maker = RowMaker(keys, trimmed=True)
         self._bar: tuple[int, int] | None = None
         self._latest: tuple[int, int] | None = None
         self._total: int | None = None
@@ -652,10 +648,10 @@ class HfConsoleReader(RankReader):
             return ()
         text, position = held
         pairs = _PAIR.findall(text)
-        named = any(self._maker.field(name) == "step" for name, _ in pairs)
+        named = any(self.maker.field(name) == "step" for name, _ in pairs)
         step = None if named or self._bar is None or self._bar == self._taken else self._bar[0]
         self._taken = self._bar
-        row = self._maker.row(pairs, position, step=step)
+        row = self.maker.row(pairs, position, step=step)
         if row is not None and named:
             return (row,)
         if self._bar is not None and self._n_since_bar >= _BUFFERED:

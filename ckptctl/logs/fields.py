@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from ckptctl.errors import OptionError
 from ckptctl.logs.clocks import clock_in, in_seconds
+from ckptctl.logs.formats import TABLE
 from ckptctl.logs.rows import LogPosition, Number, Row
 from ckptctl.outside_numbers import MOST, finite, whole, whole_of
 
@@ -36,49 +36,10 @@ NUMBERS = (
 FIELDS = ("step", *NUMBERS, "at", "interval", "samples_digest", "attempt")
 """The names of the fields, for the groups of a pattern and for a key map."""
 
-# Where a record has several names of a field, the first one in this table counts.
-_NAMES = {
-    "step": """step globalstep iteration iter trainerglobalstep trainstep numupdates
-        globalstepmaxsteps currentsteps currentstep steps batch _step timebatch
-        trainingstep optimizerstep optimstep gradientstep niter itr updates update numsteps
-        globaliter trainiter it metadatastep metadatastepnum stepnum""",
-    "loss": """lmloss reducedtrainloss lossmetricsglobalavgloss trainceloss
-        traincrossentropyloss losstraintotal trainlosstraintotal loss trainlossstep trainloss
-        losstrain traininnerloss trainingloss totalloss crossentropyloss celoss
-        trainsamplestrainloss totloss losstotal lossestotal totallosstrain lastloss avgloss lossavg
-        averageloss meanloss lossmean losscurrent steploss pgloss policyloss crossentropy
-        nll nllloss ctcloss ce lossestotalloss lossesloss trainlossepoch ltotal lgtotal lpix lgpix
-        trainboxloss losslossmean lossglossmean""",
-    "lr": """lr learningrate trainlr trainlearningrate optimlrgroup0 optimlr optimlearningrategroup0
-        lrgroup0 lradamw lradam lrdecoupledadamwgroup0 trainlrdecoupledadamwgroup0
-        traininnerlr trainsampleslr currentlr currentlearningrate""",
-    "grad_norm": """gradnorm gradientnorm gnorm traingradnorm optimtotalgradnorm
-        l2normgradglobal trainl2normgradglobal totalgradnorm traininnergnorm""",
-    "ema_loss": """emaevalloss evalemaloss evallossema emavalloss valemaloss vallossema
-        emavalidationloss validationlossema""",
-    # Not TRL's `num_tokens`, which counts from the start of the process.
-    "tokens": """consumedtokens totaltokens tokens tokensseen numinputtokensseen
-        trainnuminputtokensseen throughputtotaltokens timetoken traintimetoken
-        traintokens ntokensseen metricstokens""",
-    "samples": "consumedsamples samples samplesseen numsamples timesample traintimesample",
-    "throughput": """tokenspersec tokenspersecond toks tps wps throughputtokenspersec
-        trainthroughputtokenspersec throughputtps samplespersec samplespersecond sps samplessec
-        throughputsamplespersec trainthroughputsamplespersec""",
-    "device_throughput": """tokenspersecpergpu tokenspersecondpergpu tokenssdevice
-        throughputdevicetps throughputmetricstps throughputpergputflopsgpu tflopsdevice""",
-    "step_time_s": """steptime steptimes itertimes iterationtime timeperiteration secperstep
-        seconds time itertime elapsed elapsedtime elapsedseconds elapseds""",
-    "step_time_ms": """elapsedtimeperiterationms timeperiterationms steptimems itertimems ms
-        dtms""",
-    "mfu": "mfu throughputdevicemfu trainmfu perfmfu throughputmfu",
-    "at": "at timestamp _timestamp walltime createdat ts datetime date",
-    "samples_digest": "samplesdigest",
-    "attempt": """attempt attemptid run runid restart restarts restartcount jobid slurmjobid
-        processid pid""",
-}
+# Where a record has several names of a field, the first one in the table counts.
 _FIELD_AND_RANK = {
     name: (field, rank)
-    for field, names in _NAMES.items()
+    for field, names in TABLE.fields.items()
     for rank, name in enumerate(names.split())
 }
 
@@ -87,10 +48,10 @@ _SUMMARY = frozenset({"totalflos", "trainsamplespersecond"})
 _SUMMARY_FIELD = "summary"
 
 # Its event files and W&B name that loss `train_loss`, and those of steps `loss`.
-_OF_STEPS, _OF_RUN, _ANY = "loss", "trainloss", "any"
+_STEP_LOSS, _RUN_LOSS, _ANY_LOSS = "loss", "trainloss", "any"
 
 # Lightning logs the mean of the epoch at the step of its last batch, beside the loss of that.
-_OF_EPOCH = "trainlossepoch"
+_EPOCH_LOSS = "trainlossepoch"
 
 # The most names of one log that are cached.
 _MAX_NAMES = 10_000
@@ -120,22 +81,6 @@ def plain_name(name: str) -> str:
     return _PUNCTUATION.sub("", name.lower())
 
 
-def check_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
-    """The key map, from a field to its name in the log; raises `UsageError` for unknown fields."""
-    for field, name in keys.items():
-        if field not in FIELDS:
-            raise OptionError(
-                "--key",
-                f"{field}={name}: unknown field {field}; the fields are {', '.join(FIELDS)}",
-            )
-    return keys
-
-
-def with_ignored(keys: Mapping[str, str], ignored: Iterable[str]) -> dict[str, str]:
-    """The key map, in which names that are ignored are those of fields that no row has."""
-    return {**keys, **{f"ignored {name}": name for name in ignored}}
-
-
 def _within(name: str) -> str:
     """The plain name of a metric without the folders that loggers add."""
     return plain_name(_VALUE_OF.sub("", _FOLDERS.sub("", name.lower())))
@@ -151,6 +96,7 @@ class RowMaker:
 
     def __init__(self, keys: Mapping[str, str] | None = None, *, trimmed: bool = False) -> None:
         self._own = {plain_name(name): (field, -1) for field, name in (keys or {}).items()}
+        self.has_own_names = bool(keys)
         self._columns = {
             name: Precision(
                 _LR_DIGITS if trimmed and name == "lr" else 1, is_fraction=name in _FRACTIONS
@@ -162,11 +108,6 @@ class RowMaker:
         """The plain names of the key map that the log has."""
         self.seen_losses: set[str] = set()
         """The kinds of losses so far; with another kind, other names may be that of the loss."""
-
-    @property
-    def own(self) -> bool:
-        """Whether the caller mapped any names."""
-        return bool(self._own)
 
     def field(self, name: str) -> str | None:
         """The field of a metric with this name; None where it is not one."""
@@ -225,22 +166,17 @@ class RowMaker:
     def is_repeated(self, name: str) -> bool:
         """Whether a loss of this name is the mean of others in the same log."""
         within = _within(name)
-        if within == _OF_STEPS:
-            self.seen_losses.add(_OF_STEPS)
-        if within == _OF_RUN and _OF_STEPS in self.seen_losses:
+        if within == _STEP_LOSS:
+            self.seen_losses.add(_STEP_LOSS)
+        if within == _RUN_LOSS and _STEP_LOSS in self.seen_losses:
             return True
-        if plain_name(name) == _OF_EPOCH:
-            return _ANY in self.seen_losses
-        self.seen_losses.add(_ANY)
+        if plain_name(name) == _EPOCH_LOSS:
+            return _ANY_LOSS in self.seen_losses
+        self.seen_losses.add(_ANY_LOSS)
         return False
 
     def row_of(
-        self,
-        step: int,
-        position: LogPosition,
-        texts: Mapping[str, str],
-        *,
-        at: float | None = None,
+        self, step: int, position: LogPosition, texts: Mapping[str, str], *, at: float | None = None
     ) -> Row:
         """The row of a step with the values in these texts of its fields."""
         values: dict[str, Number] = {}
@@ -250,20 +186,25 @@ class RowMaker:
                 if number.value - number.value != 0.0 and field not in _DIVERGING:
                     continue  # NaN or infinite
                 values[field] = number
-        if "mfu" in values:
-            _set(values, "mfu", _fraction(values["mfu"], texts["mfu"]))
+        mfu = values.pop("mfu", None)
+        if mfu is not None and mfu.value > 1 and "%" not in texts["mfu"]:
+            mfu = _scaled(mfu, 0.01)  # in percent
+        if mfu is not None and 0 <= mfu.value <= 1:  # nanoGPT prints -100 % while it is unknown
+            values["mfu"] = mfu
         if "step_time_s" in values:
             if values["step_time_s"].value > _EPOCH_S:
                 del values["step_time_s"]
         elif "step_time_ms" in texts:
             number = parse_number(texts["step_time_ms"])
-            is_finite = number is not None and math.isfinite(number.value)
-            _set(values, "step_time_s", _scaled(number, 0.001) if number and is_finite else None)
-        if "at" in texts and (clock := parse_clock(texts["at"])) is not None:
-            at = clock
-        elif "step_time_s" in texts:
-            clock = _clock_among_durations(texts["step_time_s"])
-            at = at if clock is None else clock
+            if number is not None and math.isfinite(number.value):
+                values["step_time_s"] = _scaled(number, 0.001)
+        clock = parse_clock(texts["at"]) if "at" in texts else None
+        if clock is None and "step_time_s" in texts:
+            # A field such as `time` holds a duration in one log, and a time in another.
+            duration = finite(texts["step_time_s"])
+            if duration is None or duration > _EPOCH_S:
+                clock = parse_clock(texts["step_time_s"])
+        at = at if clock is None else clock
         interval = texts.get("interval")
         value = values.get
         return Row(  # by place: names take three times as long
@@ -280,21 +221,6 @@ class RowMaker:
         )
 
 
-def _set(values: dict[str, Number], field: str, number: Number | None) -> None:
-    if number is None:
-        values.pop(field, None)
-    else:
-        values[field] = number
-
-
-def _clock_among_durations(text: str) -> float | None:
-    """The time in a field such as `time`, which holds a duration in other logs."""
-    value = finite(text)
-    if value is None:
-        return clock_in(text)
-    return parse_clock(text) if value > _EPOCH_S else None
-
-
 def parse_step(text: str) -> int | None:
     """A step as printed: `1,200`, `0001200`, `1200.0`, `1200/5000`; None for anything else."""
     step = whole(text, least=-MOST)
@@ -306,13 +232,6 @@ def parse_step(text: str) -> int | None:
 
 def _scaled(number: Number, factor: float) -> Number:
     return Number(number.value * factor, number.quantum * factor)
-
-
-def _fraction(mfu: Number | None, text: str) -> Number | None:
-    # nanoGPT prints -100 % while it is unknown. A value above 1 is in percent.
-    if mfu is not None and mfu.value > 1 and "%" not in text:
-        mfu = _scaled(mfu, 0.01)
-    return mfu if mfu is not None and 0 <= mfu.value <= 1 else None
 
 
 def parse_clock(text: str) -> float | None:
@@ -391,8 +310,10 @@ def _power(text: str | None) -> int:
 
 def _unit(digits: str, power: int) -> float:
     """The value of one unit of the last digit; 0 for a whole float."""
-    if len(digits) > _WHOLE_DIGITS and _significant(digits) > _WHOLE_DIGITS:
-        return 0.0
+    if len(digits) > _WHOLE_DIGITS:
+        significant = digits.lstrip("+-0.").replace(".", "")
+        if len(significant) > _WHOLE_DIGITS:
+            return 0.0
     dot = digits.find(".")
     return power_of_ten(power if dot < 0 else power - (len(digits) - dot - 1))
 
@@ -411,10 +332,6 @@ def _not_finite(text: str) -> Number | None:
     if infinity:
         return Number(-math.inf if infinity["sign"] == "-" else math.inf, 0.0)
     return None
-
-
-def _significant(digits: str) -> int:
-    return len(digits.lstrip("+-0.").replace(".", ""))
 
 
 class Precision:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckptctl.formats.bounded_json import NotJson, decode_json
-from ckptctl.logs.clocks import CLOCK, MONTH, ZONE, seconds_of, time_of
+from ckptctl.logs.clocks import seconds_of, time_of
+from ckptctl.logs.formats import TABLE
 from ckptctl.outside_numbers import whole
 from ckptctl.storage.logs import MAX_LINE, MAX_MATCHED
-
-if TYPE_CHECKING:
-    from typing import TypeGuard
 
 DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
 _MAX_PREFIXES = 10
@@ -160,7 +158,7 @@ def split_launcher(text: str) -> Launched:
     `pdsh` and `srun --label` may each add one: the outer names the host, the inner the rank.
     """
     if text[:1] == "{":
-        return _of_record(text)
+        return _record_source(text)
     found = _UNKNOWN
     for _ in range(_MAX_PREFIX_PARTS):
         part = _prefix_at(text, found.begin)
@@ -194,7 +192,7 @@ def _prefix_at(text: str, begin: int) -> Launched | None:
     return None
 
 
-def _of_record(text: str) -> Launched:
+def _record_source(text: str) -> Launched:
     rank, host = _RECORD_RANK.search(text), _RECORD_HOST.search(text)
     if rank is None and host is None:
         return _UNKNOWN
@@ -244,74 +242,7 @@ _LEVELS: Mapping[str, int] = {
         ("ERROR", "ERR", "CRITICAL", "FATAL", "EXCEPTION", "E", "F", "C", "CRIT"), ERROR
     ),
 }
-_DAYS = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
-_LEVEL_WORDS = "DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL|EXCEPTION"
-_LOUD = "WARN|ERROR|INFO|TRACE|CALL|VERSION"
-_PROGRAMS = (
-    "kernel|slurm\\w*|systemd(?:-\\w+)?|nvidia-\\w+|nv-\\w+|dcgm\\w*|kubelet|containerd|dockerd|"
-    "mcelog|rasdaemon|smartd|multipathd|lustre\\w*|fabricmanager"
-)
-# The tag of syslog behind the host; the kernel's messages about programs begin in the same way.
-_KEPT_TAGS = rf"(?:{_PROGRAMS}|mmfs\w*|beegfs\w*|weka\w*)\b"
-_TAG = rf"(?!{_KEPT_TAGS})[\w./-]{{1,48}}\[\d{{1,9}}\]: (?!segfault at)"
-_BEFORE_TAG = r"(?=[\w./-]+(?:\[\d+\])?:)"
-_OF_A_TRACEBACK = r"(?=Traceback |\s+\S|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b)"
-# Each pattern removes one prefix; its groups name the parts.
-_PREFIXES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # 2026-11-20T03:12:44.123Z, [2026-11-20 03:12:44,123], 2026/11/20 03:12:44
-        rf"\s{{0,4}}(?:{_DAYS},? )?"
-        r"[\[(]?(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T _-]" + CLOCK + ZONE + r"[\])]?"
-        rf"(?:\s*[|,:-]+\s+|:|\s+|$)(?:(?P<host>[A-Za-z0-9][\w.-]{{0,252}}) {_TAG})?",
-        # 11/20/2026 03:12:44 of transformers' examples
-        r"[\[(]?(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}),? " + CLOCK + r"[\])]?(?:\s*[|,:-]+\s+|\s+)",
-        # 2026-Nov-20 03:12:44.123456 900:901 [3] of Neuron
-        r"(?P<y>\d{4})-" + MONTH + r"-(?P<d>\d\d) " + CLOCK + r" \d+:\d+ +"
-        r"(?:\[(?P<nccl>\d+)\] )?",
-        # [2026-11-20 03:12:44,123 E 900 901] of Ray's processes
-        r"\[(?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d) " + CLOCK + r" (?P<level>[DIWEC]) \d+ \d+\] ",
-        # Nov 20 03:12:44 node017 kernel: and dmesg -T: [Fri Nov 20 03:12:44 2026]
-        r"\[[A-Z][a-z]{2} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r" (?P<y>\d{4})\] (?P<kernel>)",
-        MONTH + r" +(?P<d>\d+) " + CLOCK + rf" (?P<host>[\w.-]+) (?:{_TAG}|{_BEFORE_TAG})",
-        # Fri Nov 20 03:12:44 2026 of `date` and ctime, Nov 20 03:12:44
-        rf"{_DAYS} " + MONTH + r" +(?P<d>\d+) " + CLOCK + r"(?: [A-Z]{3,4})? (?P<y>\d{4})[ :,-]+",
-        rf"(?:{_DAYS} )?" + MONTH + r" +(?P<d>\d+) " + CLOCK + r"[ :,|-]+",
-        # torchtitan names itself between the rank and the time.
-        r"\[titan\] ",
-        rf"(?P<host>[A-Za-z0-9][\w.-]*) (?=(?:{_PROGRAMS})(?:\[\d+\])?:)",
-        # <30>1 2026-11-20T03:12:44.123Z node017 train 71 - - of RFC 5424
-        r"1 (?P<y>\d{4})-(?P<mo>\d\d)-(?P<d>\d\d)T" + CLOCK + ZONE + r" (?P<host>[\w.-]+)"
-        r" \S{1,48} \S{1,128} \S{1,32} (?:-|\[[^\]]{0,400}\]) (?:\ufeff)?",
-        # stern: the pod and the container
-        r"(?P<host>[a-z][a-z0-9.-]{1,80}-[a-z0-9]{1,10}) [a-z][a-z0-9-]{0,62} " + _OF_A_TRACEBACK,
-        r"(?P<kernel>kernel): ",
-        r"(?:kern|daemon|user)\s*:(?P<syslog>\w+)\s*: ",
-        r"<\d+>",
-        r"\[\s*\d+\.\d{1,9}\](?:\[\s*[TC]?\d+\])? (?P<kernel>)",
-        # [rank3]:[E1120 03:12:44.123456 ProcessGroupNCCL.cpp:632] and absl's E1120 ... file:1].
-        # torch writes the month without a zero, and before 2.2 no time.
-        r"\[?(?P<level>[IWEF])(?P<mo>\d\d?)(?P<d>\d\d) " + CLOCK + r" +(?:\d+ +)?"
-        r"[\w./<>-]+:\d+\]\s*",
-        r"\[(?P<level>[IWEF]) [\w./<>-]+\.(?:cc|cpp|cu|h):\d+\]\s*",
-        # Ray's own process
-        r"\(raylet(?:, ip=(?P<host>[\d.]+))?\) ?",
-        # node017:1234:1300 [3] NCCL WARN, with or without file:line
-        r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<nccl>-?\d+)\] (?=.{0,80}\bNCCL )",
-        # CCOM is Neuron's.
-        r"(?:[\w./-]+\.(?:cc|cpp|cu|h):\d+ )?(?:NCCL|CCOM) (?P<loud>" + _LOUD + r")\b ?",
-        # levels and loggers; the name of a logger before a traceback, on each line of it
-        rf"[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?[ :|-]{{1,4}}[a-z_][\w.]*: " + _OF_A_TRACEBACK,
-        rf"(?:\| )?[\[(<]?(?P<level>{_LEVEL_WORDS})[\])>]?(?=[\s:|\-\]])(?:\s*[|:\]-]+)*\s*",
-        r"(?P<logger>[A-Za-z_][\w.]*):(?=[A-Za-z_][\w. ]*: ?|\S)(?<=root:)",
-        r"[\w.]+ (?:- |\| )(?=[\[(]?(?:" + _LEVEL_WORDS + r")\b)",
-        # TensorFlow writes one letter for the level.
-        r"(?P<level>[IWEF]) (?=[\w./-]{1,200}\.cc:\d)",
-        r"\[?[\w./<>-]+\.(?:py|cc|cpp|cu|go|rs|c):\d+(?::[\w<>]+)?\]?(?::\d+)?(?:\s*[:|-])?\s+",
-        r"\[(?:[a-z_]\w*\.)+\w+\]\s*",
-        r"(?:- )+",
-    )
-)
+_PREFIXES = tuple(map(re.compile, TABLE.prefixes))
 # A line of an object that is printed over several lines, as torch's error handler prints one.
 _MEMBER = re.compile(
     r'\s{0,40}"(?:message|msg|error|exception|exc_info|py_callstack|traceback|log|textPayload)"'
@@ -431,20 +362,8 @@ def _learned(found: LogLine, match: re.Match[str]) -> LogLine:
 _MAX_JSON = 16 << 20
 
 
-def keys(names: str) -> tuple[str, ...]:
-    """The keys of records, from a text with blanks between them."""
-    return tuple(names.split())
-
-
-_TEXT_KEYS = keys(
-    "message msg MESSAGE log text error exception event exc_info stack_trace traceback"
-)
-LEVEL_KEYS = keys("level severity levelname lvl log_level severityText")
-TIME_KEYS = keys(
-    """__REALTIME_TIMESTAMP time timestamp ts @timestamp asctime datetime created _time date
-    TimeGenerated receiveTimestamp tsNs"""
-)
-"""Keys of the level and of the time, in the records of programs and of log collectors."""
+KEYS = {name: keys.split() for name, keys in TABLE.record_keys.items()}
+"""Keys in the records of programs and of log collectors, by what they hold."""
 
 
 def _time_of(value: object) -> float | None:
@@ -465,19 +384,19 @@ def _from_json(text: str) -> LogLine | None:
     inner = document.get("message")
     if isinstance(inner, dict) and ("message" in inner or "extraInfo" in inner):
         return _from_error_file(inner)
-    texts = [str(document[key]) for key in _TEXT_KEYS if isinstance(document.get(key), str)]
+    texts = [str(document[key]) for key in KEYS["message"] if isinstance(document.get(key), str)]
     if not texts:
         return None
     # docker and containerd wrap the program's line, which has its own prefixes.
     wrapped = take_apart(texts[0]) if not texts[0].lstrip().startswith("{") else LogLine(texts[0])
-    extra = " ".join(each for each in texts[1:] if each not in texts[0])
-    level = _LEVELS.get(str(_first(document, LEVEL_KEYS)).upper())
-    source = _of_record(text)
+    extra = " ".join(more for more in texts[1:] if more not in texts[0])
+    level = _LEVELS.get(str(_first(document, KEYS["level"])).upper())
+    source = _record_source(text)
     return replace(
         wrapped,
         message=f"{wrapped.message} {extra}".strip(),
         level=level if level is not None else wrapped.level,
-        at_s=_time_of(_first(document, TIME_KEYS)) or wrapped.at_s,
+        at_s=_time_of(_first(document, KEYS["time"])) or wrapped.at_s,
         host=source.host or wrapped.host,
         rank=wrapped.rank if source.rank is None else source.rank,
         kernel=document.get("SYSLOG_IDENTIFIER") == "kernel" or wrapped.kernel,
@@ -493,17 +412,13 @@ def _from_error_file(inner: Mapping[str, object]) -> LogLine:
     return LogLine(
         str(inner.get("message", "")),
         at_s=_time_of(info.get("timestamp")),
-        rank=rank if _is_rank(rank) else None,
+        rank=whole(str(rank), MAX_RANK),
         level=ERROR,
         error_file=True,
     )
 
 
-def _is_rank(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_RANK
-
-
-def _first(document: Mapping[str, object], keys: tuple[str, ...]) -> object:
+def _first(document: Mapping[str, object], keys: Sequence[str]) -> object:
     return next((document[key] for key in keys if key in document), None)
 
 
@@ -528,7 +443,6 @@ BASE_S = 20.0
 """Seconds of the processor that any input may take."""
 BYTES_PER_S = 100_000
 """More bytes add time at this rate; the shortest rows are read ten times as fast."""
-_CHECK_S = 0.01
 
 
 class Deadline:
@@ -547,7 +461,6 @@ class Deadline:
         bytes_per_s: float = BYTES_PER_S,
     ) -> None:
         self._until_s = math.inf if limit_s is None else time.monotonic() + limit_s
-        self._checks_at_s = -math.inf
         self._began_s = time.thread_time()
         self._budget_s = base_s
         self._bytes_per_s = bytes_per_s
@@ -560,10 +473,7 @@ class Deadline:
 
     def passed(self) -> bool:
         """Whether the reader has to stop now; true from then on."""
-        now_s = time.monotonic()
-        if not self.reached and now_s >= self._checks_at_s:
-            # The processor time costs a system call, and lines are read in microseconds.
-            self._checks_at_s = min(now_s + _CHECK_S, self._until_s)
+        if not self.reached:
             used_s = time.thread_time() - self._began_s
-            self.reached = used_s > self._budget_s or now_s >= self._until_s
+            self.reached = used_s > self._budget_s or time.monotonic() >= self._until_s
         return self.reached

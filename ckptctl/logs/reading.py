@@ -16,7 +16,7 @@ from ckptctl.formatting import command_line
 from ckptctl.logs.binary_logs import WANDB_MAGIC, EventFile, WandbFile, is_event_file
 from ckptctl.logs.collectors import Unwrapper
 from ckptctl.logs.console import pattern_format
-from ckptctl.logs.fields import check_keys, plain_name, with_ignored
+from ckptctl.logs.fields import FIELDS, plain_name
 from ckptctl.logs.log_lines import Deadline
 from ckptctl.logs.records import TrainerState, is_document
 from ckptctl.logs.rows import Log, Marker, Row
@@ -64,12 +64,26 @@ class LogFormat:
             )
         if self.pattern is not None:
             pattern_format(self.pattern)
-        check_keys(self.keys or {})
+        for field_name, name in (self.keys or {}).items():
+            if field_name not in FIELDS:
+                raise OptionError(
+                    "--key",
+                    f"{field_name}={name}: unknown field {field_name}; the fields are "
+                    f"{', '.join(FIELDS)}",
+                )
+
+    @property
+    def detected(self) -> bool:
+        """Whether the content of a log determines its format."""
+        return self.name is None and self.pattern is None
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The names that replace those of the table, by their fields."""
-        return with_ignored(self.keys or {}, self.ignored)
+        """The names that replace those of the table, by their fields.
+
+        Names that are ignored are those of fields that no row has.
+        """
+        return {**(self.keys or {}), **{f"ignored {name}": name for name in self.ignored}}
 
     def unused_keys(self, used: Iterable[frozenset[str]]) -> list[str]:
         """Each `FIELD=NAME` of the keys whose name no log has; `used` are the names of each log."""
@@ -84,7 +98,7 @@ class LogReader:
     `name` is the file as the caller named it; it is part of the position of each row.
     The iterator that `feed` returns must be exhausted before the next call. Where a log
     is rotated, call `end` and continue with a new reader, to which this one is `earlier`.
-    After the `deadline` no further line is read, and `damage` states it.
+    After the `deadline` no further line is read, and `log.damage` states it.
     """
 
     def __init__(
@@ -101,82 +115,52 @@ class LogReader:
         self._options = log_format or LogFormat()
         self._head = b""
         self._unwrapper: Unwrapper | None = None
-        self.log: Log | None = None
-        """The log, once its first bytes are known."""
-
-    @property
-    def format(self) -> str | None:
-        """The format of the log; None until it is detected."""
-        return None if self.log is None else self.log.format
-
-    @property
-    def other_ranks(self) -> OtherRanks | None:
-        """What the ranks logged whose rows are dropped; None where ranks are not distinguished."""
-        return self.log.other_ranks if isinstance(self.log, TextLog) else None
-
-    @property
-    def used(self) -> frozenset[str]:
-        """The plain names of the key map that the log has had so far."""
-        return frozenset() if self.log is None else self.log.used
-
-    @property
-    def damage(self) -> str | None:
-        """Why reading stopped before the end; None where it did not."""
-        return None if self.log is None else self.log.damage
+        self._is_begun = False
+        self.log = Log()
+        """The log; without a format until its first bytes are known."""
 
     def feed(self, data: bytes) -> Iterator[Row | Marker]:
         """The rows and markers that these bytes complete."""
         self.n_bytes += len(data)
         if self._deadline is not None:
             self._deadline.extend(len(data))
-        data = self._begun(data, _HEAD_BYTES)
-        yield from self._fed(data if self._unwrapper is None else self._unwrapper.feed(data))
+        yield from self._fed(data)
 
     def end(self) -> Iterator[Row | Marker]:
         """The rows and markers that waited for more bytes."""
-        data = self._begun(b"", 0)
+        yield from self._fed(b"", is_last=True)
+        yield from self.log.end()
+
+    def _fed(self, data: bytes, *, is_last: bool = False) -> Iterator[Row | Marker]:
+        """The first bytes show whether the log is text, and the first of text which kind."""
         if self._unwrapper is not None:
-            data = self._unwrapper.feed(data) + self._unwrapper.end()
-        yield from self._fed(data, 0)
-        if self.log is not None:
-            yield from self.log.end()
-
-    def _begun(self, data: bytes, n_needed: int) -> bytes:
-        """The bytes of the log that can be read now: its first ones show whether it is text."""
-        if self.log is not None or self._unwrapper is not None:
-            return data
-        data, self._head = self._head + data, b""
-        if len(data) < n_needed:
-            self._head = data
-            return b""
-        self.log = self._binary_log(data)
-        if self.log is None:
-            self._unwrapper = Unwrapper()
-        return data
-
-    def _fed(self, data: bytes, n_needed: int = _HEAD_BYTES) -> Iterator[Row | Marker]:
-        if self.log is None:
+            data = self._unwrapper.feed(data) + (self._unwrapper.end() if is_last else b"")
+        if not self._is_begun:
             data, self._head = self._head + data, b""
-            if self._unwrapper is None or len(data) < n_needed:
+            if len(data) < _HEAD_BYTES and not is_last:
                 self._head = data
                 return
-            self.log = self._text_log(data)
+            log = self._binary_log(data) if self._unwrapper is None else self._text_log(data)
+            if log is None:
+                self._unwrapper = Unwrapper()
+                yield from self._fed(data, is_last=is_last)
+                return
+            self.log, self._is_begun = log, True
         if data:
             yield from self.log.feed(data)
 
     def _binary_log(self, head: bytes) -> Log | None:
-        name, pattern, keys = self._options.name, self._options.pattern, self._options.names
-        detected = name is None and pattern is None
-        if name == EventFile.format or (detected and is_event_file(head)):
+        name, keys = self._options.name, self._options.names
+        if name == EventFile.format or (self._options.detected and is_event_file(head)):
             return EventFile(self.name, keys)
-        if name == WandbFile.format or (detected and head.startswith(WANDB_MAGIC)):
+        if name == WandbFile.format or (self._options.detected and head.startswith(WANDB_MAGIC)):
             return WandbFile(self.name, keys)
         return None
 
     def _text_log(self, head: bytes) -> Log:
-        name, pattern, keys = self._options.name, self._options.pattern, self._options.names
-        detected = name is None and pattern is None
-        if name == TrainerState.format or (detected and is_document(self.name, head)):
+        name, keys = self._options.name, self._options.names
+        is_state = self._options.detected and is_document(self.name, head)
+        if name == TrainerState.format or is_state:
             return TrainerState(self.name, keys)
         before = None if self._earlier is None else self._earlier.log
         self._earlier = None
@@ -184,7 +168,7 @@ class LogReader:
         return TextLog(
             self.name,
             form=name,
-            pattern=pattern,
+            pattern=self._options.pattern,
             keys=keys,
             earlier=earlier,
             deadline=self._deadline,
@@ -204,11 +188,6 @@ class DamageLog:
     at_end: bool = False
     order: str = ""
     other_ranks: OtherRanks | None = None
-
-    def record(self, message: str) -> None:
-        """Add the damage of one log: its name, and why reading stopped."""
-        self.messages.append(message)
-        self.at_end = True
 
     def findings(self, *, end_matters: bool = True) -> tuple[Finding, ...]:
         """`loss.damaged` for each damage; `loss.unread` for one at the end, if that matters.
@@ -270,7 +249,7 @@ def read_logs(
     readers: list[LogReader] = []
     has_loss = False
     deadline = Deadline()
-    ordered, order = _in_order(paths, storage, log_format)
+    ordered, order = _ordered_logs(paths, storage, log_format)
     if order:
         more = ", …" if len(ordered) > _MOST_NAMED else ""
         notes.order = f"{order}: {', '.join(ordered[:_MOST_NAMED])}{more}"
@@ -282,8 +261,8 @@ def read_logs(
                 has_loss = has_loss or item.has_loss
                 notes.at_end = False
             yield item
-    notes.other_ranks = readers[-1].other_ranks
-    notes.unused_keys += log_format.unused_keys(reader.used for reader in readers)
+    notes.other_ranks = readers[-1].log.other_ranks
+    notes.unused_keys += log_format.unused_keys(reader.log.used for reader in readers)
     if not has_loss:
         raise LogWithoutLoss(_why_nothing(readers), next_command=_pattern_command(readers))
 
@@ -295,8 +274,8 @@ def _read(
     try:
         for piece in read_pieces(reader.name, storage, LogUnreadable):
             yield from reader.feed(piece)
-            if reader.damage is not None:
-                stopped = LogUnreadable(f"{reader.name}: {reader.damage}; the rest was not read")
+            if (damaged := reader.log.damage) is not None:
+                stopped = LogUnreadable(f"{reader.name}: {damaged}; the rest was not read")
                 break
     except LogUnreadable as error:
         stopped = error
@@ -305,13 +284,14 @@ def _read(
         return
     if damage is None:
         raise stopped
-    damage.record(stopped.message)
+    damage.messages.append(stopped.message)
+    damage.at_end = True
 
 
 _MOST_NAMED = 8
 
 
-def _in_order(
+def _ordered_logs(
     named: Sequence[str], storage: StorageOptions, log_format: LogFormat
 ) -> tuple[Sequence[str], str]:
     """The logs, the oldest first, and what determined this where their rows have no clocks."""
@@ -319,10 +299,10 @@ def _in_order(
     if len(paths) < 2 or STDIN in paths:
         return paths, ""
     deadline = Deadline()
-    first = {
-        path: _first_clock(LogReader(path, log_format, deadline=deadline), storage)
-        for path in paths
-    }
+    first: dict[str, float | None] = {}
+    for path in paths:
+        items = _read(LogReader(path, log_format, deadline=deadline), storage, DamageLog())
+        first[path] = next((item.at for item in items if isinstance(item, Row)), None)
     # A time of the day without a date orders nothing.
     clocks = {path: at for path, at in first.items() if at is not None and at > _A_DAY_S}
     if len(clocks) == len(first):
@@ -351,17 +331,10 @@ def _rotated(path: str) -> tuple[bool, int, str]:
     return not digits, number if len(digits) >= 6 else -number, path
 
 
-def _first_clock(reader: LogReader, storage: StorageOptions) -> float | None:
-    for item in _read(reader, storage, DamageLog()):
-        if isinstance(item, Row):
-            return item.at
-    return None
-
-
 def _why_nothing(readers: Sequence[LogReader]) -> str:
     names = readers[0].name if len(readers) == 1 else f"{len(readers)} logs"
     n_bytes = sum(reader.n_bytes for reader in readers)
-    logs = [reader.log for reader in readers if reader.log is not None]
+    logs = [reader.log for reader in readers]
     lost = sum(log.n_without_step for log in logs)
     found = sorted({log.format for log in logs if log.format is not None})
     if not n_bytes:
@@ -383,7 +356,7 @@ def _why_nothing(readers: Sequence[LogReader]) -> str:
 
 def _pattern_command(readers: Sequence[LogReader]) -> str | None:
     """The command that reads an unknown format; None where the format is not the problem."""
-    logs = [reader.log for reader in readers if reader.log is not None]
+    logs = [reader.log for reader in readers]
     if not any(reader.n_bytes for reader in readers) or any(log.n_without_step for log in logs):
         return None
     if any(log.format == "pattern" for log in logs):

@@ -29,12 +29,12 @@ _SPLIT_KEYS = frozenset(
     }
 )
 _MAX_DEPTH = 3
-_NAMES_OF_ONE = ("name", "key", "tag", "metric")
+_METRIC_KEYS = ("name", "key", "tag", "metric")
 """The keys with the name of the metric, in a record that holds one metric as `value`."""
 
 
 # Every record of a step has these; they are no metrics that could contradict each other.
-_OF_RECORD = ("step", "at", "attempt")
+_RECORD_FIELDS = ("step", "at", "attempt")
 
 
 class RecordRows:
@@ -45,28 +45,20 @@ class RecordRows:
         self._held: Row | None = None
         self._with_loss: Sequence[tuple[str, str]] = ()
 
-    @property
-    def used(self) -> set[str]:
-        """The plain names of the key map that the records have."""
-        return self.maker.used
-
     def add(
         self,
-        pairs: Sequence[tuple[str, str]],
+        named: Sequence[tuple[str, str | None]],
         position: LogPosition,
         *,
         step: int | None = None,
         at: float | None = None,
-        empty: Iterable[str] = (),
     ) -> Sequence[Row]:
-        """Add a record; the row before it, if it belongs to another one.
-
-        `empty` are the names that have no value in the record.
-        """
+        """Add a record, None for what has no value; the row before it, if it is of another one."""
+        pairs = [(name, text) for name, text in named if text is not None]
         row = self.maker.row(pairs, position, step=step, at=at)
         if row is not None and row.has_loss:
             self._with_loss = pairs
-        elif row is not None and self._lacks_loss(pairs, empty):
+        elif row is not None and self._lacks_loss(named):
             row = replace(row, lacks_loss=True)
         if row is None or not has_values(row):
             return ()
@@ -75,16 +67,16 @@ class RecordRows:
         self._held = both or row
         return () if held is None or both is not None else (held,)
 
-    def _lacks_loss(self, pairs: Sequence[tuple[str, str]], empty: Iterable[str]) -> bool:
+    def _lacks_loss(self, named: Sequence[tuple[str, str | None]]) -> bool:
         """Whether a record of the training has no value as its loss.
 
         One with metrics that records with a loss lack, such as those of an evaluation, is
         another kind of record.
         """
-        if not any(self.maker.field(name) == "loss" for name in empty):
+        if not any(text is None and self.maker.field(name) == "loss" for name, text in named):
             return False
         known = {name for name, _ in self._with_loss}
-        return not known or all(name in known for name, _ in pairs)
+        return not known or all(name in known for name, text in named if text is not None)
 
     def end(self) -> Sequence[Row]:
         """The last row."""
@@ -96,37 +88,36 @@ class RecordReader(RankReader):
     """Reads the lines of one rank in a format that is one record a line."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._rows = RecordRows(keys, trimmed=True)
-        self._maker = self._rows.maker
+        self.rows = RecordRows(keys, trimmed=True)
+        self.maker = self.rows.maker
 
     def end(self) -> Sequence[Row]:
         """The last row."""
-        return self._rows.end()
+        return self.rows.end()
 
 
 class RecordFile(Log):
     """A log that is one file of records."""
 
-    def __init__(self, name: str, rows: RecordRows | RecordReader) -> None:
+    def __init__(self, name: str, rows: RecordRows) -> None:
         self._name = name
-        self._of_records = rows
+        self._rows = rows
         self._n_records = 0
 
     @property
     def used(self) -> frozenset[str]:
         """See `Log.used`."""
-        return frozenset(self._of_records.used)
+        return frozenset(self._rows.maker.used)
 
     def end(self) -> Iterable[Row | Marker]:
         """The last row."""
-        return self._of_records.end()
+        return self._rows.end()
 
 
 def has_values(row: Row) -> bool:
     """Whether a row has a value of the training, or lacks its loss: not only a step and a time."""
-    return row.lacks_loss or any(
-        getattr(row, name) is not None for name in FIELDS if name not in (*_OF_RECORD, "interval")
-    )
+    fields = (name for name in FIELDS if name not in (*_RECORD_FIELDS, "interval"))
+    return row.lacks_loss or any(getattr(row, name) is not None for name in fields)
 
 
 def _merged(first: Row, second: Row) -> Row | None:
@@ -134,7 +125,7 @@ def _merged(first: Row, second: Row) -> Row | None:
         return None
     added: dict[str, Any] = {}
     for name in FIELDS:
-        if name in _OF_RECORD:
+        if name in _RECORD_FIELDS:
             continue
         value = getattr(second, name)
         if value is None:
@@ -145,28 +136,21 @@ def _merged(first: Row, second: Row) -> Row | None:
     return replace(first, **added)
 
 
-def flat_pairs(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """The names and texts of a record; nested names are joined with `/`."""
+def flat_pairs(
+    record: Mapping[str, Any], depth: int = _MAX_DEPTH
+) -> Iterator[tuple[str, str | None]]:
+    """The names and texts of a record, None for null; nested names are joined with `/`."""
     for name, value in record.items():
-        if isinstance(value, str):
+        if value is None or isinstance(value, str):
             yield name, value
         elif isinstance(value, dict) and depth > 1:
             yield from ((f"{name}/{below}", text) for below, text in flat_pairs(value, depth - 1))
 
 
-def _null_names(record: Mapping[str, Any], depth: int = _MAX_DEPTH) -> Iterator[str]:
-    """The names whose value is null; nested names are joined with `/`."""
-    for name, value in record.items():
-        if value is None:
-            yield name
-        elif isinstance(value, dict) and depth > 1:
-            yield from (f"{name}/{below}" for below in _null_names(value, depth - 1))
-
-
 def _one_metric(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     value = record.get("value")
     if isinstance(value, str):
-        names = (record.get(key) for key in _NAMES_OF_ONE)
+        names = (record.get(key) for key in _METRIC_KEYS)
         yield from ((name, value) for name in names if isinstance(name, str))
 
 
@@ -208,15 +192,17 @@ class JsonLinesReader(RecordReader):
         history = record.get("log_history")
         records = history if isinstance(history, list) else [record]
         return [
-            row for each in records if isinstance(each, dict) for row in self.add(each, position)
+            row
+            for element in records
+            if isinstance(element, dict)
+            for row in self.add(element, position)
         ]
 
     def add(self, record: Mapping[str, Any], position: LogPosition) -> Sequence[Row]:
         """The rows that this record completes."""
         if not is_training(record):
             return ()
-        pairs = [*flat_pairs(record), *_one_metric(record)]
-        return self._rows.add(pairs, position, empty=_null_names(record))
+        return self.rows.add([*flat_pairs(record), *_one_metric(record)], position)
 
 
 class TableReader(RecordReader):
@@ -232,25 +218,21 @@ class TableReader(RecordReader):
         if self._header(text) or not self._names:
             return ()
         cells = _cells(text, self._delimiter)
-        pairs = [(name, cell) for name, cell in zip(self._names, cells, strict=False) if cell]
-        empty = [name for name, cell in zip(self._names, cells, strict=False) if not cell]
-        return self._rows.add(pairs, position, empty=empty) if cells else ()
-
-    def _are_names(self, names: Sequence[str], delimiter: str | None) -> bool:
-        # A sentence is not a header: between blanks, every cell must be a known name.
-        if delimiter is None:
-            return all(map(self._maker.field, names))
-        return all(map(plain_name, names[1:]))
+        named = [(name, cell or None) for name, cell in zip(self._names, cells, strict=False)]
+        return self.rows.add(named, position) if cells else ()
 
     def _header(self, text: str) -> bool:
         # A job that resumes into the same file writes the header again.
-        if not _STEP_WORD.search(text) and not self._maker.own:
+        if not _STEP_WORD.search(text) and not self.maker.has_own_names:
             return False
         for delimiter in _DELIMITERS:
             # W&B's export of a chart puts the name of the run before that of the metric.
             cells = [name.rpartition(" - ")[2] for name in _cells(text, delimiter)]
-            fields = [self._maker.field(name) for name in cells]
-            if {"step", "loss"} <= {*fields} and self._are_names(cells, delimiter):
+            fields = [self.maker.field(name) for name in cells]
+            if not {"step", "loss"} <= {*fields}:
+                continue
+            # A sentence is not a header: between blanks, every cell must be a known name.
+            if all(fields) if delimiter is None else all(map(plain_name, cells[1:])):
                 self._names, self._delimiter = tuple(cells), delimiter
                 return True
         return False
@@ -298,7 +280,7 @@ class TrainerState(RecordFile):
 
     def __init__(self, name: str, keys: Mapping[str, str] | None = None) -> None:
         self._reader = JsonLinesReader(keys)
-        super().__init__(name, self._reader)
+        super().__init__(name, self._reader.rows)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._began = False

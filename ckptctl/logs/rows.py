@@ -10,6 +10,7 @@ from msgspec.structs import force_setattr
 
 if TYPE_CHECKING:
     from ckptctl.logs.fields import RowMaker
+    from ckptctl.logs.text_logs import OtherRanks
 
 
 class LogPosition(msgspec.Struct, frozen=True, gc=False):
@@ -109,11 +110,13 @@ class Log:
     """The first line that mentions a loss, while no format is found."""
     pattern: str | None = None
     """A `--pattern` that may read the log, while no format is found."""
+    other_ranks: OtherRanks | None = None
+    """What the ranks logged whose rows are dropped; None where ranks are not distinguished."""
 
     @property
     def used(self) -> frozenset[str]:
         """The plain names of the key map that the log has had so far."""
-        raise NotImplementedError
+        return frozenset()
 
     def feed(self, data: bytes) -> Iterable[Row | Marker]:
         """The rows and markers that these bytes complete; exhaust before the next call."""
@@ -121,18 +124,13 @@ class Log:
 
     def end(self) -> Iterable[Row | Marker]:
         """The rows and markers that waited for more bytes."""
-        raise NotImplementedError
+        return ()
 
 
 class RankReader:
     """Reads the lines of one rank in one format."""
 
-    _maker: RowMaker
-
-    @property
-    def used(self) -> set[str]:
-        """The plain names of the key map that the lines have."""
-        return self._maker.used
+    maker: RowMaker
 
     @property
     def open(self) -> bool:

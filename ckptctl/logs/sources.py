@@ -16,13 +16,7 @@ from ckptctl.logs.collectors import unwrapped
 from ckptctl.logs.log_lines import Line, LineSplitter
 from ckptctl.options import StorageOptions
 from ckptctl.outside_numbers import whole
-from ckptctl.storage.logs import (
-    errors_of_storage,
-    files_below,
-    found_below,
-    is_binary,
-    read_pieces,
-)
+from ckptctl.storage.logs import errors_of_storage, files_below, found_below, is_binary, read_pieces
 from ckptctl.storage.opening import base_name, join_url, local_path
 from ckptctl.storage.shared_places import FoundIn, open_found
 
@@ -87,17 +81,17 @@ def expanded(paths: Sequence[str], storage: StorageOptions) -> tuple[str, ...]:
         if files is None:
             found.append(path)
         else:
-            names = [info.path for info in files if info.kind == "file"]
-            names = sorted((name for name in names if not _is_record(name)), key=natural)
+            # Files of ckptctl itself, such as the record of a resume, are no logs.
+            names = [
+                info.path
+                for info in files
+                if info.kind == "file" and ".ckptctl" not in info.path.split("/")[:-1]
+            ]
+            names.sort(key=natural)
             logs = _logs_among(path, names)
             _check_found(path, logs)
             found += logs
     return tuple(found)
-
-
-def _is_record(name: str) -> bool:
-    """Whether a file below a folder is one of ckptctl's own, such as the record of a resume."""
-    return ".ckptctl" in name.split("/")[:-1]
 
 
 def _check_found(folder: str, logs: Sequence[str]) -> None:

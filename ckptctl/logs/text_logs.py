@@ -30,7 +30,7 @@ from ckptctl.logs.console import (
     pattern_for,
     pattern_format,
 )
-from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS, LineFormat
+from ckptctl.logs.formats import TABLE, LineFormat, joined
 from ckptctl.logs.log_lines import Deadline, LineSplitter, split_launcher, stamp_end
 from ckptctl.logs.records import JsonLinesReader, TableReader, has_values
 from ckptctl.logs.rows import Log, LogPosition, Marker, RankReader, Row, set_interval
@@ -41,109 +41,26 @@ MAX_TEXT = 300
 """Characters of a marker's line that are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Phrase:
-    """A phrase; with `first_step`, its number is the first step to run, not the last one held."""
+_MARKERS = tuple((re.compile(joined(form.pattern), re.I), form) for form in TABLE.markers)
 
-    pattern: re.Pattern[str]
-    fresh: bool = False
-    first_step: bool = False
-
-
-def _phrase(pattern: str, *, fresh: bool = False, first_step: bool = False) -> _Phrase:
-    return _Phrase(re.compile(pattern, re.IGNORECASE), fresh, first_step)
-
-
-_STEP = r"(?:step|iter(?:ation)?|checkpoint|ckpt)[ _:=\-]{1,3}(?P<step>\d{1,12})(?![.\-_]?\d)\b"
-
-# The first phrase that matches counts.
-_PHRASES = (
-    # Megatron-LM, Megatron Bridge
-    _phrase(
-        r"successfully loaded checkpoint from .{0,500}? at iteration\s{1,20}(?P<step>\d{1,12})"
-    ),
-    # torchtitan
-    _phrase(r"Loading the checkpoint at step (?P<step>\d{1,12})"),
-    _phrase(r"Loading the checkpoint from .{0,500}?step[-_](?P<step>\d{1,12})"),
-    _phrase(r"Training starts at step:? (?P<step>\d{1,12})", first_step=True),
-    _phrase(r"this is a fresh start", fresh=True),
-    # fairseq, metaseq
-    _phrase(r"Loaded checkpoint .{0,500}?\(epoch \d{1,9} @ (?P<step>\d{1,12}) updates\)"),
-    _phrase(r"No existing checkpoint found", fresh=True),
-    # Lightning, NeMo
-    _phrase(
-        r"Restored all states from the checkpoint(?: at)?\b(?:.{0,500}?step=(?P<step>\d{1,12}))?"
-    ),
-    # mmengine, mmcv
-    _phrase(r"resumed epoch:? \d{1,9}, iter:? (?P<step>\d{1,12})"),
-    # detectron2
-    _phrase(r"Starting training from iteration (?P<step>\d{1,12})", first_step=True),
-    # Hugging Face
-    _phrase(r"Continuing training from global step (?P<step>\d{1,12})"),
-    # OLMo-core
-    _phrase(r"Loading checkpoint from .{0,500}?\bstep(?P<step>\d{1,12})\b"),
-    _phrase(r"will train from scratch", fresh=True),
-    # KempnerForge
-    _phrase(r"Starting training: step=(?P<step>\d{1,12})"),
-    # nanoGPT
-    _phrase(r"Initializing a new model from scratch", fresh=True),
-    # Custom training loops
-    _phrase(
-        r"\bresum(?:ed|ing)\b.{0,160}?\b(?:step|iteration|iter)[ _:=\-]{1,3}(?P<step>\d{1,12})"
-    ),
-    # Custom training loops that name the file or the folder. Only what is named a step is one:
-    # the number of a file can be that of an epoch.
-    _phrase(
-        r"(?<!to )\b(?:load|(?:re)?loaded|restored|loading|restoring) (?:from )?"
-        r"(?:the |a |full |training |trainer |model |optimizer |all |and ){0,6}"
-        r"(?:checkpoint|ckpt|snapshot|state (?=from))\b(?! for )"
-        rf"(?:.{{0,300}}?{_STEP})?"
-    ),
-    _phrase(
-        r"\b(?:checkpoint|ckpt|snapshot)(?: \S{1,300})? (?:was |has been )?(?:successfully )?"
-        rf"(?:(?:re)?loaded|restored)\b(?:.{{0,300}}?{_STEP})?"
-    ),
-    # "loss after the resume from step 36" tells of one.
-    _phrase(
-        r"(?<!can )(?<!to )(?<!the )(?<!a )(?<!this )(?<!each )\bresume (?:training )?(?:from|at) "
-        rf".{{0,300}}?{_STEP}"
-    ),
-    _phrase(
-        r"\b(?:continu(?:e|ing)|restart(?:ing|ed)?|start(?:ing)?)(?: the)?(?: training)? "
-        rf"(?:from|at|after) .{{0,200}}?{_STEP}"
-    ),
-    # nanoGPT, without a step
-    _phrase(r"(?:^|[^\w\s'] ?)resuming (?:training )?from \S+"),
-)
-
-HINTS: Sequence[bytes] = (
-    *(b"heckpoint", b"ckpt", b"napshot", b"tate from", b"ontinu", b"tarting ", b"Start from"),
-    *(b"raining starts", b"ing training", b"fresh start", b"from scratch", b"estored all states"),
-    *(b"esumed ", b"esuming ", b"esume ", b"accumulate_grad_batches"),
-)
+HINTS = (*(hint.encode() for hint in TABLE.marker_hints), b"accumulate_grad_batches")
 """Every marker's line contains one of these literals; other lines are not matched."""
 
 _ACCUMULATED = re.compile(r"accumulate_grad_batches\W{1,4}(\d{1,5})\b")
-
-
-def accumulated_in(text: str) -> int | None:
-    """How many batches make one step of Lightning, where a line shows its setting."""
-    match = _ACCUMULATED.search(text)
-    return max(1, clamped(match[1])) if match else None
+"""The setting of Lightning that states how many batches make one step."""
 
 
 def read_marker(text: str, position: LogPosition) -> Marker | None:
     """The marker in a line; None where there is none."""
-    for phrase in _PHRASES:
-        match = phrase.pattern.search(text)
+    for pattern, form in _MARKERS:
+        match = pattern.search(text)
         if match is None:
             continue
-        named = match.groupdict().get("step")
-        step = whole(named)
-        if step is not None and phrase.first_step:
+        step = whole(match.groupdict().get("step"))
+        if step is not None and form.first_step:
             # Trainers count steps from 0 or from 1; both mean a fresh start.
             step = max(0, step - 1)
-        fresh = phrase.fresh or step == 0
+        fresh = form.fresh or step == 0
         return Marker(position, text.strip()[:MAX_TEXT], None if fresh else step, fresh)
     return None
 
@@ -187,7 +104,7 @@ class TextFormat:
     records: bool = False
 
 
-def _of_lines(form: LineFormat) -> TextFormat:
+def _line_format(form: LineFormat) -> TextFormat:
     return TextFormat(
         form.name,
         (form.hint, EPOCH_HINT) if form.epochs_above else (form.hint,),
@@ -207,8 +124,8 @@ TEXT_FORMATS: tuple[TextFormat, ...] = (
         HfConsoleReader,
         averages=True,
     ),
-    *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in BLOCK_FORMATS),
-    *map(_of_lines, LINE_FORMATS),
+    *(TextFormat(form.name, (form.hint,), partial(BlockReader, form)) for form in TABLE.blocks),
+    *map(_line_format, TABLE.lines),
 )
 
 
@@ -283,7 +200,7 @@ class OtherRanks:
         self.kept: Rank | None = None
         """The rank whose rows are kept."""
         self._ranks: dict[Rank, OtherRank] = {}
-        self._of_kept: dict[int, float] = {}
+        self._kept_losses: dict[int, float] = {}
 
     def others(self) -> dict[Rank, OtherRank]:
         """The ranks besides the kept one."""
@@ -296,10 +213,10 @@ class OtherRanks:
     def keep(self, row: Row) -> None:
         """Take a row that is kept."""
         if row.loss is not None:
-            self._of_kept.pop(row.step, None)
-            self._of_kept[row.step] = row.loss.value
-            if len(self._of_kept) > _MAX_HELD:
-                del self._of_kept[next(iter(self._of_kept))]
+            self._kept_losses.pop(row.step, None)
+            self._kept_losses[row.step] = row.loss.value
+            if len(self._kept_losses) > _MAX_HELD:
+                del self._kept_losses[next(iter(self._kept_losses))]
 
     def drop(self, rank: Rank, row: Row) -> None:
         """Take a row of a rank that is not kept."""
@@ -307,7 +224,7 @@ class OtherRanks:
             rank = _MORE_RANKS
         other = self._ranks.setdefault(rank, OtherRank())
         other.add(row, is_one=rank not in (_NO_RANK, _MORE_RANKS))
-        kept = self._of_kept.get(row.step)
+        kept = self._kept_losses.get(row.step)
         if kept is not None and row.loss is not None and row.loss.value != kept:
             other.differs = True
 
@@ -360,7 +277,7 @@ class RankDeduplicator:
             return ()
         self._clear()
         self._rank = self.others.kept = rank
-        return [each for each in held if self._is_new(each)]
+        return [waiting for waiting in held if self._is_new(waiting)]
 
     def _clear(self) -> None:
         self._held.clear()
@@ -436,6 +353,7 @@ class TextLog(Log):
         self._keys = keys
         self._splitter = LineSplitter()
         self._ranks = RankDeduplicator(None if earlier is None else earlier._ranks)
+        self.other_ranks = self._ranks.others
         self._averages: Averages | None = None
         self._candidates = _candidates(form, pattern)
         self._chosen: TextFormat | None = None
@@ -469,14 +387,9 @@ class TextLog(Log):
         )
 
     @property
-    def other_ranks(self) -> OtherRanks:
-        """What the ranks logged whose rows are dropped."""
-        return self._ranks.others
-
-    @property
     def used(self) -> frozenset[str]:
         """See `Log.used`."""
-        return self._used.union(*(reader.used for reader in self._readers.values()))
+        return self._used.union(*(reader.maker.used for reader in self._readers.values()))
 
     def _whole(self, data: bytes) -> Iterator[Row | Marker]:
         if not data or self.damage is not None:
@@ -496,7 +409,12 @@ class TextLog(Log):
             else:
                 continue
             self._n_read += 1
-            if self._n_read % _LINES_PER_CHECK == 0 and self._is_late(number):
+            is_checked = self._n_read % _LINES_PER_CHECK == 0
+            if is_checked and self._deadline is not None and self._deadline.passed():
+                self.damage = (
+                    f"reading stopped at line {number:,}, because it took longer than any log of "
+                    "this size"
+                )
                 return
 
     def _may_have_row(self, text: str) -> bool:
@@ -505,23 +423,13 @@ class TextLog(Log):
         hints = self._chosen.hints
         return hints[0] in text or hints[-1] in text
 
-    def _is_late(self, number: int) -> bool:
-        """Whether reading has to stop at this line."""
-        if self._deadline is None or not self._deadline.passed():
-            return False
-        self.damage = (
-            f"reading stopped at line {number:,}, because it took longer than any log of this size"
-        )
-        return True
-
     def _marker_or_rows(self, text: str, number: int) -> Iterator[Row | Marker]:
         launched = split_launcher(text)
         rest = text[launched.begin :][:MAX_MATCHED]
-        accumulated = accumulated_in(rest)
-        if accumulated is not None:
-            self._accumulated = accumulated
+        if (match := _ACCUMULATED.search(rest)) is not None:
+            self._accumulated = max(1, clamped(match[1]))
             for reader in self._line_readers():
-                reader.accumulated = accumulated
+                reader.accumulated = self._accumulated
         marker = read_marker(rest, LogPosition(self._name, number))
         if marker is None:
             yield from self._rows(text, number)
@@ -548,7 +456,9 @@ class TextLog(Log):
 
     def _ended(self) -> Iterator[Row | Marker]:
         for (name, rank), reader in list(self._readers.items()):
-            form = self._chosen or next(each for each in self._candidates if each.name == name)
+            form = self._chosen or next(
+                candidate for candidate in self._candidates if candidate.name == name
+            )
             for row in reader.end():
                 yield from self._found(form, rank, row)
         self._incomplete.clear()
@@ -564,7 +474,9 @@ class TextLog(Log):
                 self.pattern = pattern_for(text[:MAX_MATCHED])
         rank = launched.source
         if self._incomplete and rank == _NO_RANK:
-            rank = self._open_rank()
+            # The continuation of a line that a terminal wrapped has no prefix.
+            ranks = {rank for _, rank in self._incomplete}
+            rank = ranks.pop() if len(ranks) == 1 else _NO_RANK
         position = LogPosition(self._name, number)
         if self._chosen is None:
             return self._rows_of_any(text, rank, position)
@@ -572,7 +484,7 @@ class TextLog(Log):
         if len(rows) == 1:
             rows = self._ranks.row(rank, rows[0])
             return rows if self._averages is None else map(self._averaged, rows)
-        return [each for row in rows for each in self._found(self._chosen, rank, row)]
+        return [item for row in rows for item in self._found(self._chosen, rank, row)]
 
     def _rows_of_any(self, text: str, rank: Rank, position: LogPosition) -> Iterator[Row | Marker]:
         """The rows of a line in the first format that has any."""
@@ -623,11 +535,6 @@ class TextLog(Log):
             reader.resume(self._resumed)
         return reader
 
-    def _open_rank(self) -> Rank:
-        # The continuation of a line that a terminal wrapped has no prefix.
-        ranks = {rank for _, rank in self._incomplete}
-        return ranks.pop() if len(ranks) == 1 else _NO_RANK
-
     def _found(self, form: TextFormat, rank: Rank, row: Row) -> Iterator[Row | Marker]:
         if self._chosen is None:
             if form.fallback:
@@ -664,7 +571,9 @@ class TextLog(Log):
         self._candidates = (form,)
         self._undecided = []
         self._used = self.used
-        self._readers = {key: each for key, each in self._readers.items() if key[0] == form.name}
+        self._readers = {
+            key: reader for key, reader in self._readers.items() if key[0] == form.name
+        }
         self._incomplete = {key for key in self._incomplete if key[0] == form.name}
         if form.averages:
             self._averages = Averages(first_alone=form.first_alone)
@@ -683,10 +592,10 @@ _MAX_RANKS = 64
 
 def _candidates(form: str | None, pattern: str | None) -> tuple[TextFormat, ...]:
     if pattern is not None:
-        return (_of_lines(pattern_format(pattern)),)
+        return (_line_format(pattern_format(pattern)),)
     if form is None:
         return TEXT_FORMATS
-    named = tuple(each for each in TEXT_FORMATS if each.name == form)
+    named = tuple(candidate for candidate in TEXT_FORMATS if candidate.name == form)
     if not named:
         raise OptionError("--format", f"{form}: unknown format")
     return named

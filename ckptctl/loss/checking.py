@@ -88,7 +88,7 @@ class LossReport:
     @property
     def worst(self) -> Assessment | None:
         """The assessment that `verdict` is from."""
-        return min(self.assessments, key=lambda each: each.verdict.place, default=None)
+        return min(self.assessments, key=lambda assessment: assessment.verdict.place, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +212,7 @@ def check_split(
     damage: DamageLog | None = None,
 ) -> LossReport:
     """Check a log that was split already; `may_divide` as in `resume_at`."""
+    damage = damage or DamageLog()
     # Of several logs the last one is that of the resumed job, if it has rows.
     waits_for = None if len(logs) < 2 or _has_rows(parts, logs[-1]) else logs[-1]
     may_divide = may_divide and len(logs) < 2
@@ -219,30 +220,27 @@ def check_split(
     if not parts.interleaved and (waits_for is None or isinstance(options.which, int)):
         chosen = _chosen(parts, options, may_divide=may_divide)
     resume_point = options.resume_point
-    if damage is not None and damage.at_end and resume_point is not None:
+    if damage.at_end and resume_point is not None:
         # The rows before the damage belong to an earlier resume; those of the requested
         # resume come after the damage.
-        chosen = [each for each in chosen if each.after[-1].step > resume_point.step]
+        chosen = [resume for resume in chosen if resume.after[-1].step > resume_point.step]
     if isinstance(options.which, int) and not chosen:
         n_resumes = max(0, parts.n_segments - 1)
         raise OptionError("--resume", f"{options.which}: the logs hold {n_resumes} resumes")
     ledger = options.ledger() if options.ledger is not None and chosen else None
-    assessments = tuple(
-        assess(resume, ledger, None if damage is None else damage.other_ranks) for resume in chosen
-    )
+    assessments = tuple(assess(resume, ledger, damage.other_ranks) for resume in chosen)
     if not assessments and waits_for is None and not parts.interleaved and parts.n_losses:
         assessments = _alone(parts, options.resume_point)
     without_rows = [log for log in logs if not _has_rows(parts, log)] if len(logs) > 1 else []
-    of_logs = _of_logs(parts, assessments, resume_point, waits_for, without_rows)
-    findings = in_order([*of_logs, *_damage(damage)])
-    answer = _answer(parts, assessments, findings, logs, options)
-    answer = replace(answer, order="" if damage is None else damage.order)
-    recomputed = recomputed_by(assessments[-1].resume) if assessments else None
-    if not parts.segments or parts.interleaved:
-        return replace(answer, recomputed=recomputed)
-    first = suspect_from(parts.segments)
-    suspect = None if first is None else SuspectSteps(first, _last_step(parts))
-    return replace(answer, recomputed=recomputed, suspect=suspect)
+    log_findings = _log_findings(parts, assessments, resume_point, waits_for, without_rows)
+    findings = in_order([*log_findings, *damage.findings()])
+    first = None if parts.interleaved else suspect_from(parts.segments)
+    return replace(
+        _answer(parts, assessments, findings, logs, options),
+        order=damage.order,
+        recomputed=recomputed_by(assessments[-1].resume) if assessments else None,
+        suspect=None if first is None else SuspectSteps(first, _last_step(parts)),
+    )
 
 
 def _alone(parts: Split, resume_point: ResumePoint | None) -> tuple[Assessment, ...]:
@@ -260,7 +258,9 @@ _RECENT = 100
 
 def _last_step(parts: Split) -> int:
     """The last step that can have been trained before the logs end, or before a row of them."""
-    lasts = (each.last_step + log_interval(each.rows[-_RECENT:]) for each in parts.segments)
+    lasts = (
+        segment.last_step + log_interval(segment.rows[-_RECENT:]) for segment in parts.segments
+    )
     return max(lasts, default=0)
 
 
@@ -303,7 +303,7 @@ def check_canary(
     segments = canary_split.segments
     run_split = split(run, around=segments[-1].first_step if segments else None)
     # Damage at the end is no objection: the steps that both logged are evidence enough.
-    findings = _damage(damage, end_matters=False)
+    findings = () if damage is None else damage.findings(end_matters=False)
     strict = CheckOptions(strict=True)
     resume = canary_of(run_split, canary_split)
     assessments = () if resume is None else (assess(resume),)
@@ -322,7 +322,7 @@ def _answer(
     verdicts = [assessment.verdict for assessment in assessments]
     forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
     verdict = worst_of([*verdicts, *forced])
-    worst = min(assessments, key=lambda each: each.verdict.place, default=None)
+    worst = min(assessments, key=lambda assessment: assessment.verdict.place, default=None)
     deciding = decisive(findings, verdict)
     message = deciding.message if deciding is not None else ""
     if worst is not None and deciding is None:
@@ -341,10 +341,6 @@ def _answer(
         report=options.report,
         next_commands=_next_commands(verdict, deciding, options.report),
     )
-
-
-def _damage(damage: DamageLog | None, *, end_matters: bool = True) -> tuple[Finding, ...]:
-    return () if damage is None else damage.findings(end_matters=end_matters)
 
 
 def _no_canary(run: Split, canary: Split) -> Finding:
@@ -366,21 +362,10 @@ def _no_canary(run: Split, canary: Split) -> Finding:
 def _without_loss(error: LogWithoutLoss, logs: Sequence[str], damage: DamageLog) -> LossReport:
     """The report where the reader found no loss; its error states why."""
     finding = Finding("loss.none", "", error.message, expected="rows with a step and a loss")
+    findings = in_order([finding, *damage.findings()])
+    answer = _answer(split(()), (), findings, logs, CheckOptions())
     next_command = error.next_command or "ckptctl explain loss.none"
-    return LossReport(
-        verdict=LossVerdict.INCONCLUSIVE,
-        exit_code=LossVerdict.INCONCLUSIVE.exit_code(),
-        message=error.message,
-        logs=tuple(logs),
-        n_rows=0,
-        n_resumes=0,
-        assessments=(),
-        findings=in_order([finding, *damage.findings()]),
-        faults=(),
-        missing=(),
-        report=None,
-        next_commands=(next_command,),
-    )
+    return replace(answer, message=error.message, next_commands=(next_command,))
 
 
 def _chosen(parts: Split, options: CheckOptions, *, may_divide: bool) -> list[LoggedResume]:
@@ -397,7 +382,7 @@ def _chosen(parts: Split, options: CheckOptions, *, may_divide: bool) -> list[Lo
     return list(resumes(parts)[-1:])
 
 
-def _of_logs(
+def _log_findings(
     parts: Split,
     assessments: Sequence[Assessment],
     resume_point: ResumePoint | None,
@@ -486,9 +471,7 @@ def _no_resume(
 
 
 def _next_commands(
-    verdict: LossVerdict,
-    deciding: Finding | None,
-    report: ResumeReport | None,
+    verdict: LossVerdict, deciding: Finding | None, report: ResumeReport | None
 ) -> tuple[str, ...]:
     if verdict is LossVerdict.CONTINUOUS:
         return ()

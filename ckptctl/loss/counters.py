@@ -92,7 +92,7 @@ def ledger_check(resume: LoggedResume, ledger: LedgerAnswer) -> FaultCheck:
 
 def _counts_compared(resume: LoggedResume) -> str:
     """Which counts were compared; empty where none were."""
-    for what, count in (("tokens", _tokens_of), ("samples", _samples_of)):
+    for what, count in _COUNTS:
         n = len(list(_twice(resume, count)))
         if n:
             return f"the {what} of {counted(n, 'step')} logged twice agree"
@@ -132,12 +132,17 @@ def check_later_counters(later: LoggedResume) -> Iterator[Finding]:
 
 def _restarted(resume: LoggedResume) -> Finding:
     row = resume.after[0]
-    order = ", or the logs were not given oldest first" if _joins(resume) else ""
+    before = resume.overwritten
+    begins = min((earlier.step for earlier in (*resume.before, *before)), default=row.step)
+    # The later log may lead up to the first step of the earlier one.
+    joins = row.step < begins <= resume.after[-1].step + max(1, resume.interval)
+    order = ", or the logs were not given oldest first" if joins else ""
     message = (
         f"the job began at step {row.step:,}, no later than the log before it; it did not resume"
         f"{order}"
     )
-    if _begins_as_before(resume):
+    # The first step of a fresh start is that of any log.
+    if before and before[0].step == row.step > log_interval(before[:100]):
         message = (
             f"the job began at step {row.step:,} again, where the log before it begins: it did not "
             f"resume from what that log saved up to step {resume.overwritten[-1].step:,}, or that "
@@ -150,20 +155,6 @@ def _restarted(resume: LoggedResume) -> Finding:
         expected="the step after a checkpoint",
         found=f"step {row.step:,}",
     )
-
-
-def _begins_as_before(resume: LoggedResume) -> bool:
-    """Whether both logs begin at one step that is not the first of a fresh start."""
-    before = resume.overwritten
-    first = before[0].step if before else None
-    return first == resume.first_step and resume.first_step > log_interval(before[:100])
-
-
-def _joins(resume: LoggedResume) -> bool:
-    """Whether the later log leads up to the first step of the earlier one."""
-    earlier = (*resume.before, *resume.overwritten)
-    begins = min((row.step for row in earlier), default=resume.first_step)
-    return resume.first_step < begins <= resume.after[-1].step + max(1, resume.interval)
 
 
 def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
@@ -185,7 +176,7 @@ def _not_finite(resume: LoggedResume) -> Iterator[Finding]:
         "after the first step of the resumed job"
     )
     if was_bad:
-        steps = [each.step for each in resume.before if each.loss and not _bad([each])]
+        steps = [earlier.step for earlier in resume.before if earlier.loss and not _bad([earlier])]
         last = f"the last finite one is that of step {steps[-1]:,}" if steps else "nor before it"
         message = (
             f"no loss after the resume is finite ({len(bad):,} rows), {last}: the checkpoint was "
@@ -311,12 +302,16 @@ def without_loss(resume: LoggedResume) -> Iterator[Finding]:
     Such rows are usual where as many of them followed one another before. In the middle of
     the rows, a row counts only where the log has a loss without a value.
     """
+
+    def lack_loss(rows: Sequence[Row]) -> bool:
+        return any(row.lacks_loss for row in rows)
+
     runs = _runs_without(resume.after)
     usual = max(map(len, _runs_without((*resume.before, *resume.overwritten))), default=0)
     is_end = bool(runs) and runs[-1][-1] is resume.after[-1]
     inner = runs[:-1] if is_end else runs
-    usual_at_end = max([usual, *(len(run) for run in inner if not _lacks_loss(run))])
-    chosen = [run for run in inner if _lacks_loss(run) and len(run) > usual]
+    usual_at_end = max([usual, *(len(run) for run in inner if not lack_loss(run))])
+    chosen = [run for run in inner if lack_loss(run) and len(run) > usual]
     chosen += [run for run in runs[len(inner) :] if len(run) > usual_at_end]
     if not chosen:
         return
@@ -338,10 +333,6 @@ def _runs_without(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows without a loss, as runs of neighbours."""
     runs = groupby(rows, attrgetter("has_loss"))
     return [list(run) for has_loss, run in runs if not has_loss]
-
-
-def _lacks_loss(rows: Sequence[Row]) -> bool:
-    return any(row.lacks_loss for row in rows)
 
 
 def _bad(rows: Sequence[Row]) -> list[Row]:
@@ -398,7 +389,7 @@ def _step(resume: LoggedResume) -> Iterator[Finding]:
 
 def _tokens_explain_gap(resume: LoggedResume) -> bool:
     """Whether the count of tokens or samples covers the steps between: only rows are missing."""
-    for count in (_tokens_of, _samples_of):
+    for _, count in _COUNTS:
         found = _counted_from(resume, count)
         if found is not None:
             expected, counted, per_step = found
@@ -408,7 +399,7 @@ def _tokens_explain_gap(resume: LoggedResume) -> bool:
 
 def _tokens(resume: LoggedResume) -> Iterator[Finding]:
     """Yield a finding for the count of tokens or samples, or for their number per step."""
-    for what, count in (("tokens", _tokens_of), ("samples", _samples_of)):
+    for what, count in _COUNTS:
         finding = (
             _count(resume, what, count)
             or _batch(resume, what, count)
@@ -425,6 +416,7 @@ Count = Callable[[Row], "Number | None"]
 _tokens_of: Count = attrgetter("tokens")
 _samples_of: Count = attrgetter("samples")
 _lr_of: Count = attrgetter("lr")
+_COUNTS = (("tokens", _tokens_of), ("samples", _samples_of))
 
 
 def _count(resume: LoggedResume, what: str, count: Count) -> Finding | None:
@@ -503,7 +495,9 @@ def _count_jump(resume: LoggedResume, what: str, count: Count) -> Finding | None
         return None
     per_step = median(rates)
     # Batches that vary do so before the resume, too.
-    usual = max((abs(each) for _, _, each in _excesses(resume.before, count, per_step)), default=0)
+    usual = max(
+        (abs(excess) for _, _, excess in _excesses(resume.before, count, per_step)), default=0
+    )
     for row, expected, excess in _excesses(after, count, per_step):
         if abs(excess) > 1.5 * per_step + 2 * usual:
             return _count_finding(row, what, expected, expected + excess, "the row before leads to")
@@ -593,16 +587,12 @@ def _batches(
     after = [row for row in resume.after[:_N_RECENT] if count(row) is not None]
     now = _per_step(after, count)
     then = _per_step([row for row in resume.before if count(row)][-_N_RECENT:], count)
-    if len(now) < 2 or len(then) < 2 or _is_coarse(after, count):
+    if len(now) < 2 or len(then) < 2:
         return None
-    return after, now, then
-
-
-def _is_coarse(rows: Sequence[Row], count: Count) -> bool:
-    """Whether rounding of the printed counter is large against the count of one step."""
-    quanta = [number.quantum for row in rows if (number := count(row)) is not None]
-    # A whole number is exact, however few digits it has.
-    return max(quanta) > max(1.0, 0.01 * abs(median(_per_step(rows, count))))
+    # The rounding of the printed counter may be large against the count of one step. A whole number
+    # is exact, however few digits it has.
+    quanta = [number.quantum for row in after if (number := count(row)) is not None]
+    return None if max(quanta) > max(1.0, 0.01 * abs(median(now))) else (after, now, then)
 
 
 def _per_step(rows: Sequence[Row], count: Count) -> list[float]:
@@ -680,7 +670,7 @@ def _lr_trend(earlier: Sequence[Row], row: Row) -> tuple[float, float] | None:
     gap = row.step - earlier[-1].step
     slope, last, found = median(slopes), _lr_value(earlier[-1]), row.lr.value
     expected = last + slope * gap
-    spread = max(abs(each - slope) for each in slopes) * gap
+    spread = max(abs(other - slope) for other in slopes) * gap
     allowed = max(_LR_EXPECTED * abs(expected), 5 * spread, 2 * row.lr.quantum)
     # A schedule may become constant at this very step.
     low, high = min(last, expected) - allowed, max(last, expected) + allowed

@@ -35,15 +35,7 @@ from ckptctl.loss.level import (
     rounding_of,
     share,
 )
-from ckptctl.loss.replay import (
-    EXACT,
-    FINE,
-    FINE_DIGITS,
-    GOOD_ROWS,
-    Agreement,
-    Replay,
-    RowOrigin,
-)
+from ckptctl.loss.replay import EXACT, FINE, FINE_DIGITS, GOOD_ROWS, Agreement, Replay, RowOrigin
 from ckptctl.loss.resumes import LoggedResume
 
 # A loss that does not fall still shows how far the learning rate is below its peak. Among
@@ -55,18 +47,19 @@ _UNKNOWN_SHARE, _HIGHEST_RATE = 0.01, 1e-2
 _N_FIRST = 5  # rows
 _AT_START = 0.1  # of the steps before the resume
 _MEDIAN_LOSS = 1.57
-_OF_RECENT_FALL, _SURE = 0.3, 5.0
+_RECENT_FALL_SHARE, _SURE = 0.3, 5.0
 # With these the faults of 84 trainings moved the loss by at least 1.2 sizes, typically by 5.
-_OF_WHOLE_FALL = 0.4
-_OF_NOISE = 0.05
+_WHOLE_FALL_SHARE = 0.4
+_NOISE_SHARE = 0.05
 _LEAST_BY_NOISE, _MOST_BY_NOISE = 2.0, 3.0
-_ADAPTIVE, _OF_NORM = 0.5, 2.2
+_ADAPTIVE, _NORM_FACTOR = 0.5, 2.2
 
 # A row as close as this, or closer, has at most this probability with the fault.
 _IMPROBABLE = 0.02
 _LEAST_CHANCE = 1e-9
 _NORMS = 2.0  # gradient norms change by so much more than losses; in GANs at 1 % by no more
-_UPDATE = 3.0  # a lost optimizer, in sizes of an update
+_UPDATE = 3.0  # a lost optimizer after two updates, in sizes of an update
+_UPDATE_IN_NOISE = 0.5
 _WEIGHTS = 3.5  # a stale tensor
 _OTHER_WEIGHTS_NOISE = 0.12
 _RANDOM = 0.02  # of the noise between batches
@@ -117,18 +110,18 @@ def measure_update(resume: LoggedResume) -> UpdateSize:
         n = sum(step > last_steps[-1] - N_NOISE for step in last_steps)
         recently = _recent_fall(last_steps[-n:], values[-n:], noise)
         fall = _fall(losses, steps, [1.0] * len(rows), noise)
-        by_fall = max(2 * _UNKNOWN_SHARE * fall, _OF_RECENT_FALL * recently)
+        by_fall = max(2 * _UNKNOWN_SHARE * fall, _RECENT_FALL_SHARE * recently)
     least_share = min(1.0, max(_UNKNOWN_SHARE, (now or 0.0) / _HIGHEST_RATE))
     of_peak = least_share if share is None else share
     size = max(by_fall, _PER_PEAK_SHARE * of_peak)
     # Updates also differ by the noise of the gradient, which the noise of the batches shows.
-    with_noise = math.sqrt(size * _OF_NOISE * noise * of_peak)
+    with_noise = math.sqrt(size * _NOISE_SHARE * noise * of_peak)
     size = min(max(with_noise, size / _LEAST_BY_NOISE), size * _MOST_BY_NOISE)
     # An adaptive optimizer moves the loss by more than the learning rate times the gradient
     # norm; with another one the loss falls by far less than that.
     by_norm = (now or 0.0) * _relative_norm(recent)
     if by_fall > _ADAPTIVE * by_norm:
-        size = max(size, _OF_NORM * by_norm)
+        size = max(size, _NORM_FACTOR * by_norm)
     is_mean = _is_mean([number.value for _, number in finite(resume.before)], resume)
     return UpdateSize(size / max(1, resume.first_step) if is_mean else size, share, is_mean)
 
@@ -161,12 +154,12 @@ def _fall(
     early = [i for i, used in enumerate(consumed) if whole / 4 <= used < whole / 2]
     late = [i for i, used in enumerate(consumed) if used >= whole * 3 / 4]
     if min(len(early), len(late)) < _N_FIRST:
-        return _OF_WHOLE_FALL * by_whole
+        return _WHOLE_FALL_SHARE * by_whole
     parts = [[losses[i] for i in part] for part in (early, late)]
     squares = (noise_of(part, 0.0) ** 2 * _MEDIAN_LOSS / len(part) for part in parts)
     fallen = median(parts[0]) - median(parts[1]) - math.sqrt(sum(squares))
     used = fmean(consumed[i] for i in late) - fmean(consumed[i] for i in early)
-    return max(fallen / used, _OF_WHOLE_FALL * by_whole)
+    return max(fallen / used, _WHOLE_FALL_SHARE * by_whole)
 
 
 def _peak_share(
@@ -212,51 +205,21 @@ def _is_mean(losses: Sequence[float], resume: LoggedResume) -> bool:
 class Sensitivity:
     """What the steps that were logged twice would show.
 
-    Each `smallest_…` is the smallest effect that these rows exclude, in the unit of the
-    effect that it is compared with; infinite where they exclude none.
+    `update` is how far one update moves the loss. Each `smallest_…` is the smallest effect that
+    these rows exclude, infinite where they exclude none: the size of an update with which a lost
+    optimizer state, or a stale tensor, would be seen; the relative noise between batches with
+    which other random numbers, or other batches, would be; the smallest change of every loss.
+    `drifts`: the first row is equal and later ones are not, where noise would be in the first row
+    too.
     """
 
     update: UpdateSize
-    """How far one update moves the loss."""
-    noise: float
-    """The standard deviation from one batch to the next, relative."""
     smallest_update: float
-    """The smallest size of an update with which a lost optimizer state would be seen."""
     smallest_weights: float
-    """The smallest size of an update with which a stale tensor would be seen."""
     smallest_random: float
-    """The smallest noise between batches with which other random numbers would be seen."""
     smallest_data: float
-    """The smallest noise between batches with which other batches would be seen."""
     smallest_rounding: float
-    """The smallest change of every loss that would be seen."""
     drifts: bool
-    """The first row is equal and later ones are not: noise would be in the first row, too."""
-
-    @property
-    def excludes_update(self) -> bool:
-        """Whether another optimizer state or learning rate would have been seen."""
-        return not self.drifts and self.smallest_update <= self.update.size
-
-    @property
-    def excludes_weights(self) -> bool:
-        """Whether a stale tensor would have been seen."""
-        return self.smallest_weights <= self.update.size
-
-    @property
-    def excludes_random(self) -> bool:
-        """Whether other random numbers would have been seen, where they affect the loss."""
-        return self.smallest_random <= self.noise
-
-    @property
-    def excludes_data(self) -> bool:
-        """Whether other batches would have been seen."""
-        return self.smallest_data <= self.noise
-
-    @property
-    def excludes_rounding(self) -> bool:
-        """Whether weights rounded to a lower precision would have been seen."""
-        return self.smallest_rounding <= _ROUNDED
 
 
 Effect = Callable[[float], float]
@@ -291,12 +254,12 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
         # Where the last digit hides most noise, it hides that of a right resume in most rows.
         is_coarse = unit > _COARSE_UNIT * update.size and n_unequal > _MAX_UNEQUAL * len(sizes)
         drifts = sizes[0] <= unit and (is_coarse or rest > max(_DRIFT_UNITS * unit, _LEAST_DRIFT))
+    update_effect = _UPDATE if exact else _UPDATE_IN_NOISE
     usual = median if len(sizes) >= _FOR_MEDIAN else max
     by_noise = max(usual(sizes), replay.rounding) if sizes else math.inf
     return Sensitivity(
         update=update,
-        noise=replay.noise,
-        smallest_update=smallest(_of_update if exact else _of_update_in_noise),
+        smallest_update=smallest(lambda n: update_effect if n >= 2 else 0.0),
         smallest_weights=smallest(lambda _: _WEIGHTS) if exact else by_noise / _OTHER_WEIGHTS_NOISE,
         smallest_random=(smallest(lambda _: 1.0) if exact else by_noise / _OTHER_WEIGHTS_NOISE)
         / _RANDOM,
@@ -304,15 +267,6 @@ def measure_sensitivity(resume: LoggedResume, replay: Replay) -> Sensitivity:
         smallest_rounding=smallest(lambda _: 1.0) if exact else math.inf,
         drifts=drifts,
     )
-
-
-def _of_update(n: float) -> float:
-    """What a lost optimizer changes after `n` updates, in sizes of an update."""
-    return _UPDATE if n >= 2 else 0.0
-
-
-def _of_update_in_noise(n: float) -> float:
-    return 0.5 if n >= 2 else 0.0
 
 
 def _norms(replay: Replay, updates: Sequence[float]) -> list[tuple[float, float, float, float]]:
@@ -458,40 +412,44 @@ def loss_checks(
     first = twice if replay.agrees else "the first step logged twice agrees"
     stale = f"{first}; a tensor that changes the loss by {share(shown.smallest_weights)} would show"
     weights = rows or _differing(replay) * (not replay.first_is_equal)
-    same_weights = shown.excludes_weights and not weights
+    size = shown.update.size
+    same_weights = shown.smallest_weights <= size and not weights
     unseen = (
-        f"{_lr_text(shown)}a stale tensor changes the loss by about {share(shown.update.size)}, "
+        f"{_lr_text(shown)}a stale tensor changes the loss by about {share(size)}, "
         f"less than {_least(shown.smallest_weights)}"
     )
-    yield _by_rows(WEIGHTS, same_weights, stale, weights or unseen)
+    yield _row_check(WEIGHTS, same_weights, stale, weights or unseen)
     jump = level.smallest_jump
     sees_jump = jump is not None and jump <= SMALLEST_JUMP
     seen = f"a jump above {share(jump)} would be detected" if jump is not None else ""
     yield FaultCheck(
         NOTHING_LOADED, seen if sees_jump else "", "too few or too noisy rows for a jump"
     )
-    yield _by_rows(NOTHING_LOADED, same_weights, stale, "")
-    moves = f"{_lr_text(shown)}one update moves the loss by about {share(shown.update.size)}"
+    yield _row_check(NOTHING_LOADED, same_weights, stale, "")
+    moves = f"{_lr_text(shown)}one update moves the loss by about {share(size)}"
     update = f"{twice}; {moves}, and {share(shown.smallest_update)} would be detected"
     why = all_agree or f"{moves}, less than {_least(shown.smallest_update)}"
     if shown.drifts or replay.agreement is Agreement.DRIFT:
         yield FaultCheck(OPTIMIZER, doubt=_drift_text(replay))
         yield FaultCheck(RATE, doubt=_drift_text(replay))
-    yield _by_rows(OPTIMIZER, shown.excludes_update and not all_agree, update, why)
-    yield _by_rows(RATE, shown.excludes_update and not all_agree, update, why)
+    same_update = not (shown.drifts or all_agree) and shown.smallest_update <= size
+    yield _row_check(OPTIMIZER, same_update, update, why)
+    yield _row_check(RATE, same_update, update, why)
     if replay.agreement is Agreement.DRIFT and replay.same_first_norm and replay.first_is_exact:
         same = "the first loss and its gradient norm agree, before any update"
         yield FaultCheck(RANDOM, same)
     coarse = f"differences of {share(max(replay.median, replay.rounding))} could hide it"
-    yield _by_rows(RANDOM, shown.excludes_random and not weights, first, weights or coarse)
-    data = shown.excludes_data and not all_agree
+    same_random = shown.smallest_random <= replay.noise and not weights
+    yield _row_check(RANDOM, same_random, first, weights or coarse)
+    data = shown.smallest_data <= replay.noise and not all_agree
     batches = f"{twice}, and other batches differ by {share(replay.noise)}"
     digests = "detecting it takes a digest of the samples of each step (samples_digest)"
-    yield _by_rows(DATA, data, batches, digests)
-    yield _by_rows(BATCH, data, batches, "log tokens or samples")
+    yield _row_check(DATA, data, batches, digests)
+    yield _row_check(BATCH, data, batches, "log tokens or samples")
     named = "name the step of the checkpoint (--resume-step or --resume-report)"
-    yield _by_rows(COUNTER, data, f"{twice} under the same numbers", named)
-    yield _by_rows(ROUNDED, shown.excludes_rounding and not all_agree, twice, all_agree or coarse)
+    yield _row_check(COUNTER, data, f"{twice} under the same numbers", named)
+    same_digits = shown.smallest_rounding <= _ROUNDED and not all_agree
+    yield _row_check(ROUNDED, same_digits, twice, all_agree or coarse)
     yield _averaged(replay)
     yield FaultCheck(
         _IN_PART,
@@ -499,7 +457,7 @@ def loss_checks(
     )
 
 
-def _by_rows(fault: str, is_shown: bool, compared: str, lacks: str) -> FaultCheck:
+def _row_check(fault: str, is_shown: bool, compared: str, lacks: str) -> FaultCheck:
     return FaultCheck(fault, compared if is_shown else "", lacks)
 
 

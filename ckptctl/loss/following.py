@@ -19,8 +19,8 @@ from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.checking import CheckOptions, LossReport, check_split, each_once
 from ckptctl.loss.level import MIN_BEFORE, WINDOWS
 from ckptctl.loss.replay import GOOD_ROWS, Agreement, RowOrigin
-from ckptctl.loss.resumes import LedgerAnswer, NamedCheckpoint, ResumePoint
-from ckptctl.loss.segments import Split, Splitter
+from ckptctl.loss.resumes import LedgerAnswer, NamedCheckpoint
+from ckptctl.loss.segments import Splitter
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict, decisive
 from ckptctl.options import StorageOptions
@@ -73,14 +73,16 @@ def is_settled(assessment: Assessment) -> bool:
     if found is not None and found.code in _EXACT:
         # A second row shows how far apart the rows of the new log are.
         return found.code != "loss.step" or len(assessment.resume.after) > 1
-    more_to_replay = _more_to_replay(assessment)
+    last = assessment.resume.after[-1].step
+    lasts_before = [row.step for row in assessment.resume.overwritten[-1:]]
+    more_to_replay = any(last < step for step in lasts_before)
     if more_to_replay and n < GOOD_ROWS:
         return False
     if replay.is_proof and more_to_replay and assessment.verdict is LossVerdict.NO_JUMP:
         return n >= WINDOWS[-1]
     if replay.is_proof:
         return n >= GOOD_ROWS or not more_to_replay
-    if replay.origin is RowOrigin.COPIED and not _logs_a_new_step(assessment):
+    if replay.origin is RowOrigin.COPIED and any(last <= step for step in lasts_before):
         # A row that was not logged before shows that another attempt is training.
         return False
     if replay.agreement in (Agreement.DRIFT, Agreement.HIGHER):
@@ -91,18 +93,6 @@ def is_settled(assessment: Assessment) -> bool:
         # No row is added before the resume, so later ones have nothing to be compared with.
         return level.n_after >= WINDOWS[0]
     return level.n_after >= WINDOWS[-1]
-
-
-def _more_to_replay(assessment: Assessment) -> bool:
-    """Whether steps that were logged before are still to be trained again."""
-    resume = assessment.resume
-    return bool(resume.overwritten) and resume.overwritten[-1].step > resume.after[-1].step
-
-
-def _logs_a_new_step(assessment: Assessment) -> bool:
-    """Whether the resumed job has logged a step that was not logged before."""
-    resume = assessment.resume
-    return not resume.overwritten or resume.overwritten[-1].step < resume.after[-1].step
 
 
 class _Tail:
@@ -118,7 +108,7 @@ class _Tail:
     @property
     def used(self) -> frozenset[str]:
         """The plain names of the key map that the log has had so far, before a rotation too."""
-        return self._used | self.reader.used
+        return self._used | self.reader.log.used
 
     def new_items(self) -> Iterator[Row | Marker]:
         """The rows and markers that were added since the last call."""
@@ -219,8 +209,10 @@ def follow_loss(
             for item in tail.new_items():
                 # Rows of a log before it that wait for more bytes come first.
                 earlier, n_ended = tails[n_ended:number], max(n_ended, number)
-                for each in chain(chain.from_iterable(one.end() for one in earlier), [item]):
-                    splitter.feed(each)
+                for waiting in chain(
+                    chain.from_iterable(before.end() for before in earlier), [item]
+                ):
+                    splitter.feed(waiting)
                     n_new += 1
         ended = all(tail.ended for tail in tails)
         over = ended or (deadline is not None and time.monotonic() >= deadline)
@@ -230,11 +222,15 @@ def follow_loss(
         if n_new or report is None:
             parts = splitter.split()
             if may_divide is None:
-                may_divide, n_at_start = _may_divide(parts, resume_point), parts.n_rows
+                # Rows after the checkpoint in the first read are those of the job that died.
+                may_divide = resume_point is None or all(
+                    segment.last_step <= resume_point.step for segment in parts.segments[-1:]
+                )
+                n_at_start = parts.n_rows
             unused: list[str] = []
             if parts.n_rows and log_format is not None:
                 unused = log_format.unused_keys(tail.used for tail in tails)
-            notes = DamageLog(unused_keys=unused, other_ranks=tails[-1].reader.other_ranks)
+            notes = DamageLog(unused_keys=unused, other_ranks=tails[-1].reader.log.other_ranks)
             report = check_split(parts, options, logs=logs, may_divide=may_divide, damage=notes)
         yield report
         # Rows that one log for all attempts held at the start can be those of an attempt before
@@ -264,16 +260,6 @@ def _is_enough(assessment: Assessment, follow: FollowOptions) -> bool:
     is_wrong = assessment.verdict is LossVerdict.DISCONTINUOUS
     watches = follow.with_throughput and assessment.throughput.pace is Pace.WATCHING
     return is_wrong or not watches
-
-
-def _may_divide(parts: Split, resume_point: ResumePoint | None) -> bool:
-    """Whether rows after the checkpoint can be those of the resumed job.
-
-    Rows after the checkpoint in the first read are those of the job that died.
-    """
-    if resume_point is None or not parts.segments:
-        return True
-    return parts.segments[-1].last_step <= resume_point.step
 
 
 def _tail(path: str, log_format: LogFormat | None, earlier: LogReader | None) -> _Tail:

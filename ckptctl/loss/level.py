@@ -94,13 +94,12 @@ def noise_of(values: Sequence[float], rounded: float) -> float:
     recent = values[-N_NOISE:]
     steps = [abs(b - a) for a, b in pairwise(recent)]
     by_steps = _MAD * median(steps) / math.sqrt(2) if steps else 0.0
-    about = [abs(value - median(_window(recent, i))) for i, value in enumerate(recent)]
+    about = []
+    for i, value in enumerate(recent):
+        window = recent[max(0, i - _HALF_WINDOW) : i + _HALF_WINDOW + 1]
+        about.append(abs(value - median(window)))
     by_trend = 1.1 * _MAD * median(about) if about else 0.0
     return max(by_steps, by_trend, rounded, FLOOR)
-
-
-def _window(values: Sequence[float], i: int) -> Sequence[float]:
-    return values[max(0, i - _HALF_WINDOW) : i + _HALF_WINDOW + 1]
 
 
 @dataclass(frozen=True, slots=True)

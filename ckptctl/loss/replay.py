@@ -15,7 +15,7 @@ steps. Loggers and log shippers write rows twice; a copy repeats the times as we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -181,16 +181,13 @@ def compare_replay(resume: LoggedResume) -> Replay:
     measure = measure_for([number.value for number in (*untouched, *numbers)])
     rounding = rounding_of(numbers)
     noise = noise_of([measure(number.value) for number in untouched], rounding)
-    d = [measure(_loss(new)) - measure(_loss(old)) for old, new in pairs]
+    shapes = [measure(_loss(old)) for old, _ in pairs], [measure(_loss(new)) for _, new in pairs]
+    d = [new - old for old, new in zip(*shapes, strict=True)]
     # The rules compare logarithms; a reader compares the two losses of the row.
     relative = relative_for(measure)
     rows = tuple(
-        Replayed(old.step, old, new, relative(each))
-        for (old, new), each in zip(pairs, d, strict=True)
-    )
-    shapes = (
-        [measure(_loss(row.before)) for row in rows],
-        [measure(_loss(row.after)) for row in rows],
+        Replayed(old.step, old, new, relative(change))
+        for (old, new), change in zip(pairs, d, strict=True)
     )
     # A log with one row in ten steps usually prints the mean of ten.
     agreement = _agreement(d, shapes, rounding, noise, max(1, resume.interval))
@@ -201,14 +198,15 @@ def compare_replay(resume: LoggedResume) -> Replay:
     other = agreement is Agreement.OTHER_DATA
     origin, copied_because = _origin(resume, rows, earlier[-_N_AMONG - len(rows) :])
     recent = [measure(number.value) for number in untouched[-_N_AMONG - len(pairs) :]]
-    most = max(abs(each) for each in d)
+    most = max(abs(change) for change in d)
+    sizes = [abs(row.difference) for row in rows]
     return Replay(
         agreement=agreement,
         rows=rows,
         rounding=rounding,
         noise=noise,
-        median=median(abs(row.difference) for row in rows),
-        most=max(abs(row.difference) for row in rows),
+        median=median(sizes),
+        most=max(sizes),
         middle=relative(median(d)),
         z_score=median(d) / _error(d, noise if other else rounding),
         not_compared=not_compared,
@@ -232,13 +230,12 @@ def _origin(
     if _starts_at_once(resume):
         return RowOrigin.COPIED, "they follow the rows before them sooner than a process can start"
     differs = False
-    for time in _TIMES:
-        pairs = [
-            (a, b) for row in rows if None not in (a := time(row.before), b := time(row.after))
-        ]
+    for field in _TIMES:
+        pairs = [(_time(row.before, field), _time(row.after, field)) for row in rows]
+        pairs = [pair for pair in pairs if None not in pair]
         if any(a != b for a, b in pairs):
             differs = True
-        elif len(pairs) == len(rows) and _time_repeats(time, pairs, earlier):
+        elif len(pairs) == len(rows) and _time_repeats(field, [a for a, _ in pairs], earlier):
             return RowOrigin.COPIED, "their times repeat, which would not happen in another attempt"
     if differs:
         return RowOrigin.RETRAINED, ""
@@ -264,34 +261,21 @@ def _starts_at_once(resume: LoggedResume) -> bool:
     return 0 <= gaps[-1] <= min(2 * median(gaps), _LEAST_START_S)
 
 
-Time = Callable[[Row], "float | None"]
+_TIMES = ("at", "step_time_s", "throughput", "device_throughput", "mfu")
+"""The fields of which another attempt has other values."""
 
 
-def _clock(row: Row) -> float | None:
-    return row.at
+def _time(row: Row, field: str) -> float | None:
+    value: Number | float | None = getattr(row, field)
+    return value.value if isinstance(value, Number) else value
 
 
-def _measured(name: str) -> Time:
-    def of(row: Row) -> float | None:
-        number: Number | None = getattr(row, name)
-        return None if number is None else number.value
-
-    return of
-
-
-# What another attempt has other values of.
-_TIMES = (_clock, *map(_measured, ("step_time_s", "throughput", "device_throughput", "mfu")))
-
-
-def _time_repeats(
-    time: Time, pairs: Sequence[tuple[float | None, float | None]], earlier: Sequence[Row]
-) -> bool:
+def _time_repeats(field: str, values: Sequence[float | None], earlier: Sequence[Row]) -> bool:
     """Whether equal times show a copy: a clock always, a duration where it would have varied."""
-    if time is _clock:
+    if field == "at":
         return True
-    values = [a for a, _ in pairs if a is not None]
-    among = [value for row in earlier if (value := time(row)) is not None]
-    return _vary(values, among, _BY_CHANCE_TIME)
+    among = [value for row in earlier if (value := _time(row, field)) is not None]
+    return _vary([value for value in values if value is not None], among, _BY_CHANCE_TIME)
 
 
 def _varies(losses: Sequence[float], among: Sequence[float], within: float) -> bool:
@@ -311,7 +295,7 @@ def _vary(
 
     def share(value: float, of: Sequence[float]) -> float:
         # The value itself is among them; half a further one is added for those not seen.
-        same = sum(abs(each - value) <= within for each in of)
+        same = sum(abs(other - value) <= within for other in of)
         return (max(0, same - 1) + 0.5) / max(1, len(of))
 
     if max(share(value, values) for value in values) > 0.5:
@@ -353,15 +337,11 @@ def _pairs(
         earlier = old.get(row.step)
         if earlier is None:
             continue
-        if _differently_averaged(earlier, row):
-            not_compared.append(row.step)
-        else:
+        if None in (earlier.interval, row.interval) or earlier.interval == row.interval:
             pairs.append((earlier, row))
+        else:
+            not_compared.append(row.step)
     return pairs[:MAX_ROWS], tuple(not_compared)
-
-
-def _differently_averaged(a: Row, b: Row) -> bool:
-    return a.interval is not None and b.interval is not None and a.interval != b.interval
 
 
 def _loss(row: Row) -> float:
@@ -375,7 +355,7 @@ def _agreement(
     noise: float,
     interval: int,
 ) -> Agreement:
-    sizes = [abs(each) for each in d]
+    sizes = [abs(change) for change in d]
     if len(d) < MIN_ROWS:
         exact = len(d) >= EXACT_ROWS and max(sizes) <= EXACT and rounding <= EXACT / 2
         return Agreement.IDENTICAL if exact else Agreement.FEW
@@ -386,7 +366,8 @@ def _agreement(
     by_chance = _BY_CHANCE * math.sqrt(2) * noise
     equal = max(EXACT, rounding)
     begins_equal = sizes[0] <= equal and (equal < by_chance or same_batches)
-    if begins_equal and _rms(d[1:_DRIFT_ROWS]) > max(_DRIFT, 3 * rounding):
+    later = math.sqrt(fmean(change * change for change in d[1:_DRIFT_ROWS]))
+    if begins_equal and later > max(_DRIFT, 3 * rounding):
         return Agreement.DRIFT
     same_median = _same_median(rounding, interval)
     same_most = max(_SAME_MOST / math.sqrt(min(interval, _MOST_AVERAGED)), 5 * rounding)
@@ -404,14 +385,10 @@ def _agreement(
     return Agreement.HIGHER if middle > 0 else Agreement.LOWER
 
 
-def _rms(values: Sequence[float]) -> float:
-    return math.sqrt(fmean(value * value for value in values))
-
-
 def _error(d: Sequence[float], noise: float) -> float:
     """The standard error of the median, from the spread of the differences or `noise`."""
     middle = median(d)
-    spread = _MAD * median(abs(each - middle) for each in d)
+    spread = _MAD * median(abs(change - middle) for change in d)
     return max(spread, math.sqrt(2) * noise, EXACT) * math.sqrt(_MEDIAN_LOSS / len(d))
 
 
@@ -423,7 +400,7 @@ def _same_batches(
     d: Sequence[float], shapes: tuple[list[float], list[float]], noise: float
 ) -> bool:
     """Whether both logs rise and fall together, as over the same batches."""
-    spread = math.sqrt(fmean((each - median(d)) ** 2 for each in d))
+    spread = math.sqrt(fmean((change - median(d)) ** 2 for change in d))
     ratio = spread / (math.sqrt(2) * noise)
     if ratio < (_SAME_BATCHES_FEW if len(d) < GOOD_ROWS else _SAME_BATCHES):
         return True

@@ -79,21 +79,21 @@ class LedgerAnswer(msgspec.Struct, frozen=True):
     """The first step behind which samples were repeated or skipped; None where that is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedResume:
     """One resume, as rows."""
 
     number: int
     """Its number in the log, counted from 1."""
-    before: tuple[Row, ...]
+    before: tuple[Row, ...] = ()
     """The rows of the steps below the first step after the resume."""
-    overwritten: tuple[Row, ...]
+    overwritten: tuple[Row, ...] = ()
     """The rows of the same segment whose steps the resumed job trained again."""
     after: tuple[Row, ...]
     """The rows of the resumed job."""
     boundary: Boundary
     """What separates the two segments."""
-    resume_point: ResumePoint | None
+    resume_point: ResumePoint | None = None
     """The checkpoint that was resumed from; null where unknown."""
     marker: Marker | None = None
     """The line that marks the start; null where there is none."""
@@ -214,12 +214,12 @@ def _is_tested(segments: Sequence[Segment], resume_point: ResumePoint) -> bool:
         return True
     # The last rows of a job that died are often lost in a buffer.
     lost = _LOST_ROWS * log_interval(last.rows[:100])
-    return any(each.last_step + lost >= resume_point.step for each in earlier)
+    return any(segment.last_step + lost >= resume_point.step for segment in earlier)
 
 
 def resume_alone(split: Split, resume_point: ResumePoint | None) -> LoggedResume | None:
     """The resume of a log that holds only the rows of the resumed job; None for other logs."""
-    if len(split.segments) != 1 or split.n_dropped:
+    if split.n_segments != 1:
         return None
     (segment,) = split.segments
     marker = segment.marker
@@ -232,8 +232,6 @@ def resume_alone(split: Split, resume_point: ResumePoint | None) -> LoggedResume
         return None
     return LoggedResume(
         number=1,
-        before=(),
-        overwritten=(),
         after=segment.rows[:N_AFTER],
         boundary=segment.boundary,
         resume_point=resume_point,
@@ -250,7 +248,7 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
         return None
     segment = canary.segments[-1]
     first = segment.first_step
-    begun = [i for i, each in enumerate(run.segments) if each.first_step <= first]
+    begun = [i for i, candidate in enumerate(run.segments) if candidate.first_step <= first]
     if not begun:
         return None
     # Where the run itself resumed later, an earlier segment holds these steps.
@@ -263,7 +261,6 @@ def canary_of(run: Split, canary: Split) -> LoggedResume | None:
         overwritten=tuple(row for row in run.segments[i].rows if row.step >= first),
         after=segment.rows[:N_AFTER],
         boundary=Boundary.CANARY,
-        resume_point=None,
         marker=segment.marker,
     )
 
@@ -325,7 +322,6 @@ def _divided(segments: Sequence[Segment], resume_point: ResumePoint) -> LoggedRe
         number=segment.number,
         before=history[-N_BEFORE:],
         history=_sampled(history),
-        overwritten=(),
         after=after[:N_AFTER],
         boundary=Boundary.ASKED,
         resume_point=resume_point,
@@ -471,7 +467,7 @@ class NamedCheckpoint:
         if reported is None or reported.step != self.step:
             reported = ResumePoint(self.step, "asked")
         names = ("tokens", "samples", "world_size", "saved_world_size")
-        given = {name: each for name in names if (each := getattr(self, name)) is not None}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(reported, source="asked", **given), report
 
 
@@ -499,7 +495,7 @@ def read_resume_report(
             if not files:
                 raise PathNotFound(folder)
             url = join_url(folder, files[0])
-            return _parsed(url, own.read_report(store, files[0]))
+            report = own.read_report(store, files[0])
         except OwnFileUnreadable as error:
             if or_none and attempts:
                 return None
@@ -509,9 +505,6 @@ def read_resume_report(
                 f"{path}: no resume report found; name the step of the checkpoint with "
                 "--resume-step"
             ) from error
-
-
-def _parsed(url: str, report: own.ResumeFields) -> ResumeReport:
     if report.schema != own.REPORT_SCHEMA:
         raise UsageError(f"{url}: not a resume report (schema {own.REPORT_SCHEMA})")
     resume_point = None

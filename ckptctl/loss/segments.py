@@ -106,11 +106,6 @@ class Split:
     n_copies: int = 0
     files: tuple[str, ...] = ()
 
-    @property
-    def n_dropped(self) -> int:
-        """How many of the oldest segments were not kept."""
-        return self.n_segments - len(self.segments)
-
 
 def split(items: Iterable[Row | Marker], *, around: int | None = None) -> Split:
     """Split a whole log; the rows around the step `around` are kept."""
@@ -182,7 +177,7 @@ class Splitter:
         if row.step > segment.last.step or (row.step == segment.last.step and not is_history):
             return False
         kept = (segment.row_of(row.step), *(_row_of(done.rows, row.step) for done in self._done))
-        if not any(each is not None and _is_same(each, row) for each in kept):
+        if not any(earlier is not None and _is_same(earlier, row) for earlier in kept):
             return False
         self._n_copies += 1
         # The line that announced these rows was copied with them.
@@ -225,7 +220,10 @@ class Splitter:
             self._n_short = self._n_short + 1 if short else 0
             self._interleaved = self._interleaved or self._n_short >= _MIN_SHORT_SEGMENTS
         self._n_segments += 1
-        self._open = _OpenSegment(boundary, _start_marker(self._markers), self._around)
+        # Of several lines the last one that names a step counts.
+        named = [marker for marker in self._markers if marker.step is not None or marker.fresh]
+        marker = next(reversed(named or self._markers), None)
+        self._open = _OpenSegment(boundary, marker, self._around)
         self._markers = []
         return self._open
 
@@ -268,7 +266,7 @@ class _OpenSegment:
 
     def continues_at_once(self, row: Row) -> bool:
         """Whether a row follows the last one sooner than another process could write it."""
-        recent = [each.at for each in islice(reversed(self._last or self._first), _RECENT)]
+        recent = [earlier.at for earlier in islice(reversed(self._last or self._first), _RECENT)]
         times = [at for at in reversed(recent) if at is not None]
         if row.at is None or len(times) < len(recent) or len(times) < 2:
             return False
@@ -300,7 +298,8 @@ class _OpenSegment:
 
     def add(self, row: Row) -> None:
         if self.n_rows and row.step == self.last.step:
-            self._replace_last(_merged(self.last, row))
+            self.last = _merged(self.last, row)
+            (self._last or self._first)[-1] = self.last
             return
         self.n_rows += 1
         self.last = row
@@ -308,10 +307,7 @@ class _OpenSegment:
 
     def segment(self, number: int) -> Segment:
         rows = (*self._first, *self._pinned, *self._last)
-        return Segment(
-            *(number, self._boundary, rows, self.n_rows),
-            *(self._marker, self._finite),
-        )
+        return Segment(*(number, self._boundary, rows, self.n_rows), *(self._marker, self._finite))
 
     def _keep(self, row: Row) -> None:
         if len(self._first) < KEEP_FIRST:
@@ -324,13 +320,6 @@ class _OpenSegment:
             if self.n_rows % _SAMPLED == 0 and oldest.loss and math.isfinite(oldest.loss.value):
                 self._finite = oldest
         self._last.append(row)
-
-    def _replace_last(self, row: Row) -> None:
-        self.last = row
-        for kept in (self._last, self._first):
-            if kept:
-                kept[-1] = row
-                return
 
 
 def _is_history(row: Row) -> bool:
@@ -353,14 +342,6 @@ def _value(field: object) -> object:
 
 
 _COMPARED = tuple(name for name in Row.__struct_fields__ if name not in ("position", "interval"))
-
-
-def _start_marker(markers: list[Marker]) -> Marker | None:
-    """The last of several lines that names a step, else the last one."""
-    named = [marker for marker in markers if marker.step is not None or marker.fresh]
-    if named or markers:
-        return (named or markers)[-1]
-    return None
 
 
 def _merged(row: Row, more: Row) -> Row:

@@ -6,10 +6,11 @@ A measure of speed is compared with the band that holds eight in ten rows before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 
 from ckptctl.findings import Finding
@@ -23,9 +24,23 @@ _WARM_UP = 10  # rows
 _BAND = 0.1  # relative
 
 
+class Pace(StrEnum):
+    """The speed after the resume, compared with the band before it.
+
+    `WATCHING`: the rows after the resume are too few for a comparison.
+    `UNKNOWN`: the rows before it hold no measure of speed, or too few.
+    """
+
+    SLOWER = "slower"
+    IN_BAND = "in-band"
+    FASTER = "faster"
+    WATCHING = "watching"
+    UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    """A measure of speed that is compared with its band before the resume.
+    """A measure of speed, a field of a row, that is compared with its band before the resume.
 
     `scales` is how it changes with the number of ranks: a throughput of the whole job in
     proportion, a step time inversely, a measure of one device not at all.
@@ -34,25 +49,15 @@ class _Metric:
     name: str
     label: str
     unit: str
-    of: Callable[[Row], Number | None]
-    more_is_slower: bool = False
     scales: int = 0
+    more_is_slower: bool = False
 
 
 _METRICS = (
-    _Metric("throughput", "the throughput", "/s", lambda row: row.throughput, scales=1),
-    _Metric(
-        "device_throughput", "the throughput of one device", "", lambda row: row.device_throughput
-    ),
-    _Metric(
-        "step_time_s",
-        "the time for a step",
-        " s",
-        lambda row: row.step_time_s,
-        more_is_slower=True,
-        scales=-1,
-    ),
-    _Metric("mfu", "the MFU", "", lambda row: row.mfu),
+    _Metric("throughput", "the throughput", "/s", scales=1),
+    _Metric("device_throughput", "the throughput of one device", ""),
+    _Metric("step_time_s", "the time for a step", " s", scales=-1, more_is_slower=True),
+    _Metric("mfu", "the MFU", ""),
 )
 
 
@@ -72,32 +77,12 @@ class _Band:
     now: float
 
     @property
-    def is_slower(self) -> bool:
-        """Whether the job is slower than nine in ten rows before the resume."""
-        if self.metric.more_is_slower:
-            return self.now > self.high * (1 + _BAND)
-        return self.now < self.low * (1 - _BAND)
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the job is faster than nine in ten rows before the resume."""
-        if self.metric.more_is_slower:
-            return self.now < self.low * (1 - _BAND)
-        return self.now > self.high * (1 + _BAND)
-
-
-class Pace(StrEnum):
-    """The speed after the resume, compared with the band before it.
-
-    `WATCHING`: the rows after the resume are too few for a comparison.
-    `UNKNOWN`: the rows before it hold no measure of speed, or too few.
-    """
-
-    SLOWER = "slower"
-    IN_BAND = "in-band"
-    FASTER = "faster"
-    WATCHING = "watching"
-    UNKNOWN = "unknown"
+    def pace(self) -> Pace:
+        """Whether the job is slower, or faster, than nine in ten rows before the resume."""
+        is_above, is_below = self.now > self.high * (1 + _BAND), self.now < self.low * (1 - _BAND)
+        if not (is_above or is_below):
+            return Pace.IN_BAND
+        return Pace.SLOWER if is_above is self.metric.more_is_slower else Pace.FASTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +121,17 @@ def measure_throughput(resume: LoggedResume) -> Throughput:
     if not bands:
         waits = any(_base(resume, metric) is not None for metric in _METRICS)
         return Throughput(Pace.WATCHING if waits else Pace.UNKNOWN)
-    slower = [each for each in bands if each.is_slower]
-    faster = [each for each in bands if each.is_faster]
-    pace = Pace.SLOWER if slower else Pace.FASTER if faster else Pace.IN_BAND
-    band = (slower or faster or bands)[0]
-    return Throughput(pace, band.metric.name, band.then, band.now, band.low, band.high)
+    band = min(bands, key=lambda band: _DECIDING.index(band.pace))
+    return Throughput(band.pace, band.metric.name, band.then, band.now, band.low, band.high)
+
+
+_DECIDING = (Pace.SLOWER, Pace.FASTER, Pace.IN_BAND)
 
 
 def check_throughput(resume: LoggedResume) -> Iterator[Finding]:
     """Yield `loss.throughput` for each measure of speed outside its band."""
     for band in _bands(resume):
-        if not (band.is_slower or band.is_faster):
+        if band.pace is Pace.IN_BAND:
             continue
         metric = band.metric
         scaled = ""
@@ -185,16 +170,17 @@ def _base(resume: LoggedResume, metric: _Metric) -> list[float] | None:
     """
     values = _values(resume.before, metric)
     parts = [values[max(0, end - 5 * _N_BASE) : end] for end in range(len(values), 0, -5 * _N_BASE)]
-    parts = [part for part in parts if len(part) >= _N_BASE and not _is_clock(part)]
+    # Values that only rise are the time since the start, whatever their name is.
+    parts = [
+        part
+        for part in parts
+        if len(part) >= _N_BASE and any(later <= earlier for earlier, later in pairwise(part))
+    ]
     fastest = min if metric.more_is_slower else max
     return fastest(parts, key=median, default=None)
 
 
 def _values(rows: Sequence[Row], metric: _Metric) -> list[float]:
-    numbers = [number for row in rows if (number := metric.of(row)) is not None]
+    of_rows: Iterable[Number | None] = map(attrgetter(metric.name), rows)
+    numbers = [number for number in of_rows if number is not None]
     return [number.value for number in numbers if math.isfinite(number.value) and number.value > 0]
-
-
-def _is_clock(values: Sequence[float]) -> bool:
-    """Whether the values only rise: then they are the time since the start, whatever their name."""
-    return all(later > earlier for earlier, later in pairwise(values))

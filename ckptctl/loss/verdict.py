@@ -26,13 +26,7 @@ from ckptctl.loss.counters import (
     rank_findings,
     without_loss,
 )
-from ckptctl.loss.evidence import (
-    REQUIRED,
-    SMALLEST_JUMP,
-    Fault,
-    decide,
-    loss_checks,
-)
+from ckptctl.loss.evidence import REQUIRED, SMALLEST_JUMP, Fault, decide, loss_checks
 from ckptctl.loss.level import (
     LEAST_RISE,
     MIN_BEFORE,
@@ -73,17 +67,12 @@ class LossVerdict(Ordered):
 
     def exit_code(self, *, strict: bool = False) -> int:
         """The exit code of `ckptctl loss`; with `strict`, `no-jump` is 31."""
-        if self is LossVerdict.NO_JUMP:
-            return 31 if strict else 0
-        return _EXIT_CODES[self]
+        if strict and self is LossVerdict.NO_JUMP:
+            return 31
+        return _EXIT_CODES.get(self, 0)
 
 
-_EXIT_CODES = {
-    LossVerdict.DISCONTINUOUS: 30,
-    LossVerdict.SUSPECT: 32,
-    LossVerdict.INCONCLUSIVE: 31,
-    LossVerdict.CONTINUOUS: 0,
-}
+_EXIT_CODES = {LossVerdict.DISCONTINUOUS: 30, LossVerdict.SUSPECT: 32, LossVerdict.INCONCLUSIVE: 31}
 
 FORCES: Mapping[str, LossVerdict] = {
     code: verdict
@@ -134,16 +123,13 @@ class Assessment:
 
 
 def assess(
-    resume: LoggedResume,
-    ledger: LedgerAnswer | None = None,
-    other_ranks: OtherRanks | None = None,
+    resume: LoggedResume, ledger: LedgerAnswer | None = None, other_ranks: OtherRanks | None = None
 ) -> Assessment:
     """Assess one resume, with what the data ledger of the run and the dropped ranks show."""
     if resume.restarted:
         replay, level = Replay(Agreement.NONE, ()), measure_level((), resume.after)
     else:
-        replay = compare_replay(resume)
-        level = measure_level(resume.before, resume.after)
+        replay, level = compare_replay(resume), measure_level(resume.before, resume.after)
     lacking = list(without_loss(resume))
     counters = list(counter_checks(resume, replay, lacking))
     counters += [] if ledger is None else [ledger_check(resume, ledger)]
@@ -151,17 +137,22 @@ def assess(
     if not resume.restarted:
         findings += lacking
         if other_ranks is not None:
-            of_ranks = list(rank_findings(resume, replay, other_ranks))
-            findings += of_ranks
-            counters += rank_checks(of_ranks)
-        findings += _loss_findings(resume, replay, level, {each.code for each in findings})
+            of_dropped_ranks = list(rank_findings(resume, replay, other_ranks))
+            findings += of_dropped_ranks
+            counters += rank_checks(of_dropped_ranks)
+        findings += _loss_findings(resume, replay, level, {finding.code for finding in findings})
     losses = list(loss_checks(resume, replay, level, findings))
-    findings += [each for check in losses for each in check.findings if each not in findings]
+    findings += [
+        finding for check in losses for finding in check.findings if finding not in findings
+    ]
     if not resume.restarted:
         findings += check_throughput(resume)
     ordered = in_order(findings)
     faults = decide([*counters, *losses])
-    verdict = _verdict(ordered, replay, faults)
+    forced = [FORCES[finding.code] for finding in ordered if finding.code in FORCES]
+    is_proof = replay.is_proof and not _not_excluded(faults)
+    verdict = LossVerdict.CONTINUOUS if is_proof else LossVerdict.NO_JUMP
+    verdict = worst_of(forced or [verdict])
     return Assessment(
         verdict,
         _message(verdict, ordered, replay, level, faults),
@@ -186,17 +177,9 @@ def decisive(findings: Iterable[Finding], verdict: LossVerdict) -> Finding | Non
     return min(forcing, key=lambda finding: order.index(finding.code), default=None)
 
 
-def _verdict(findings: Iterable[Finding], replay: Replay, faults: Iterable[Fault]) -> LossVerdict:
-    forced = [FORCES[finding.code] for finding in findings if finding.code in FORCES]
-    if forced:
-        return worst_of(forced)
-    is_proof = replay.is_proof and not _not_excluded(faults)
-    return LossVerdict.CONTINUOUS if is_proof else LossVerdict.NO_JUMP
-
-
 def _not_excluded(faults: Iterable[Fault]) -> list[Fault]:
     """The faults that keep the verdict from `continuous`."""
-    return [each for each in faults if each.name in REQUIRED and not each.excluded]
+    return [fault for fault in faults if fault.name in REQUIRED and not fault.excluded]
 
 
 def _loss_findings(
@@ -212,13 +195,13 @@ def _loss_findings(
             found=f"step {resume.first_step:,}",
         )
     yield from not_logged(resume)
-    yield from of_replay(resume, replay)
-    yield from of_other_data(resume, replay)
+    yield from replay_findings(resume, replay)
+    yield from other_data_findings(resume, replay)
     if replay.agrees:
-        later = of_later(resume.beyond(replay.rows[-1].step), replay)
+        later = later_findings(resume.beyond(replay.rows[-1].step), replay)
         yield from (finding for finding in later if finding.code not in counters)
     else:
-        yield from of_level(resume, level)
+        yield from level_findings(resume, level)
         yield from check_grad_norm(resume)
         yield from check_collapse(resume)
         if replay.agreement in (Agreement.NONE, Agreement.FEW):
@@ -278,7 +261,7 @@ _EQUAL_BY_CHANCE = 0.005
 _FOR_HIGHER = 8  # rows
 
 
-def of_replay(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
+def replay_findings(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding for the steps that were logged twice, unless they prove the resume."""
     n = len(replay.rows)
     if replay.agrees and replay.origin is RowOrigin.COPIED:
@@ -379,10 +362,7 @@ _MEANINGS = {
         "loss.drift",
         "the same weights and data, but another update (optimizer, learning rate)",
     ),
-    Agreement.HIGHER: (
-        "loss.higher",
-        "the same batches at a higher loss",
-    ),
+    Agreement.HIGHER: ("loss.higher", "the same batches at a higher loss"),
     Agreement.LOWER: ("loss.lower", "the same batches at a lower loss"),
     Agreement.DIFFERENT: (
         "loss.differs",
@@ -405,10 +385,7 @@ _BY_NORM = {
 }
 
 
-_JUMPS = ("loss.jump", "loss.spike")
-
-
-def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
+def later_findings(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield findings for what stops continuing behind the steps that agree."""
     if not later.after:
         return
@@ -417,7 +394,8 @@ def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
     # A rise that the steps logged twice hold as well belongs to the run.
     is_new = is_above(later.after, [row.before for row in replay.rows], level.noise)
     # The resume has worked so far, so a rise at the limit of what is usual is no evidence.
-    jumps = [each for each in of_level(later, level) if is_new and each.code in _JUMPS]
+    rises = level_findings(later, level) if is_new else ()
+    jumps = [finding for finding in rises if finding.code != "loss.level-shift"]
     for finding in (*jumps, *check_grad_norm(later), *check_collapse(later)):
         yield Finding(
             "loss.later",
@@ -428,7 +406,7 @@ def of_later(later: LoggedResume, replay: Replay) -> Iterator[Finding]:
         )
 
 
-def of_other_data(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
+def other_data_findings(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     """Yield a finding where steps over other batches are nearly all higher than before."""
     if replay.agreement is not Agreement.OTHER_DATA or len(replay.rows) < GOOD_ROWS:
         return
@@ -444,7 +422,7 @@ def of_other_data(resume: LoggedResume, replay: Replay) -> Iterator[Finding]:
     )
 
 
-def of_level(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
+def level_findings(resume: LoggedResume, level: LossLevel) -> Iterator[Finding]:
     """Yield findings where the loss is higher after the resume."""
     if level.n_spikes >= _SPIKES:
         yield Finding(

@@ -29,8 +29,13 @@ OWN_DATA = {
     "cli/commands.py": "a file of the package",
     "cli/config.py": "TOML of a trusted user, or one that is named; at most 1 MiB, bounded depth",
     "cli/output.py": "the document that this process has just made",
+    "diagnostics/advice.py": "a file of the package",
+    "failures/results.py": "a file of the package",
     "failures/rules.py": "a file of the package",
+    "formats/frameworks/layout_tables.py": "a file of the package",
+    "logs/formats.py": "a file of the package",
     "storage/s3.py": "a file of the package",
+    "supervisor/agents.py": "what the agents of one run exchange, as one typed struct",
 }
 """Modules that parse what does not come from others, and what it is."""
 
@@ -39,7 +44,7 @@ MODULES = ("json", "yaml", "tomllib", "configparser", "marshal", "xml", "plistli
 
 MAY_DECODE = re.compile(
     rf"\b(?:{'|'.join(MODULES)})\s*\.\s*(?:{'|'.join(DECODERS)})\b"
-    r"|\b(?:eval|literal_eval|JSONDecoder)\b"
+    r"|\b(?:eval|literal_eval|JSONDecoder)\b|\bmsgspec\.(?:json|toml|yaml)\.decode\b"
 )
 
 
@@ -50,6 +55,8 @@ def decoder_calls(path: Path) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         called = node.func
+        if re.fullmatch(r"msgspec\.(?:json|toml|yaml)\.decode", ast.unparse(called)):
+            yield ast.unparse(called)
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
             if called.value.id in MODULES and called.attr in DECODERS:
                 yield f"{called.value.id}.{called.attr}"

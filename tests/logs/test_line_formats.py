@@ -51,7 +51,7 @@ def test_a_sample_is_known_by_itself_and_read_whole():
         for sample in SAMPLES:
             with case(sample["format"]):
                 reader, found = read("\n".join(sample["lines"]) + "\n")
-                assert reader.format == sample["format"]
+                assert reader.log.format == sample["format"]
                 assert [values(row) for row in found] == [expected(sample)]
 
 

@@ -11,9 +11,8 @@ from functools import partial
 import pytest
 from pattern_growth import MOST_GROWTH, N_LOOKS, TOO_SHORT_S, seconds, too_slow
 
-from ckptctl.logs.formats import BLOCK_FORMATS, LINE_FORMATS
+from ckptctl.logs.formats import TABLE, joined
 from ckptctl.logs.reading import LogReader
-from ckptctl.logs.text_logs import _PHRASES
 from ckptctl.storage.logs import MAX_MATCHED
 
 N_CHARS = MAX_MATCHED // 8
@@ -22,15 +21,15 @@ FILLERS = (" ", "a", "7", "x=", "a: ", "/", ":", "| ", "[", "{", "'", "1,", "a1 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
     """Every regular expression that reads logs, by where it is."""
-    for form in LINE_FORMATS:
+    for form in TABLE.lines:
         for name in ("head", "pairs", "tail"):
             if getattr(form, name):
-                yield f"{form.name}.{name}", re.compile(getattr(form, name))
-    for block in BLOCK_FORMATS:
-        yield f"{block.name}.head", block.head
-        yield f"{block.name}.metric", block.metric
-    for number, phrase in enumerate(_PHRASES):
-        yield f"marker.{number}", phrase.pattern
+                yield f"{form.name}.{name}", re.compile(joined(getattr(form, name)))
+    for block in TABLE.blocks:
+        yield f"{block.name}.head", re.compile(block.head)
+        yield f"{block.name}.metric", re.compile(block.metric)
+    for number, marker in enumerate(TABLE.markers):
+        yield f"marker.{number}", re.compile(joined(marker.pattern), re.IGNORECASE)
     for package in ("ckptctl.logs", "ckptctl.loss"):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             if module.name == "log_lines":

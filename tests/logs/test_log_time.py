@@ -34,10 +34,10 @@ def test_after_the_deadline_no_line_is_read_and_the_damage_states_it():
     reader = LogReader("train.log", deadline=Deadline(limit_s=-1.0))
     rows = [*reader.feed(lines), *reader.end()]
     assert len(rows) < 100
-    assert "reading stopped at line" in reader.damage
+    assert "reading stopped at line" in reader.log.damage
     whole = LogReader("train.log", deadline=Deadline())
     assert len([*whole.feed(lines), *whole.end()]) == 1000
-    assert whole.damage is None
+    assert whole.log.damage is None
 
 
 @pytest.mark.parametrize("row", [b"%d,2.%03d\n", b"step %d loss 2.%03d\n"])

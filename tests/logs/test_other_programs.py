@@ -1,4 +1,4 @@
-"""Logs of programs outside distributed training: no rows, and the pattern that reads them."""
+"""Logs of programs that no format is for: no rows, and the pattern that reads them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,7 @@ from ckptctl.logs.rows import Row
 from ckptctl.loss.checking import check_loss
 
 FORMS = {
-    "xgboost": "[{step}]\ttrain-rmse:{loss:.5f}\teval-rmse:0.8",
-    "lightgbm": "[{step}]\ttraining's l2: {loss:.6f}\tvalid_1's l2: 0.8",
-    "catboost": "{step}:\tlearn: {loss:.7f}\ttest: 0.8\tbest: 0.8 ({step})\ttotal: 52.1ms",
-    "fastai": "{step:<9} {loss:.6f}    0.812341    0.612345  01:24",
-    "ultralytics": "  {step}/100  2.19G  {loss:.3f}  2.345  15  640: 100%|##| 8/8 [00:02<00:00]",
     "an epoch a line": "Epoch {step}/90, Loss: {loss:.4f}",
-    "tf-estimator": "I1120 03:12:44.5 140070 hooks.py:260] loss = {loss:.5f}, step = {step} (5)",
-    "clu": "I1120 03:12:44.12 14 logging_writer.py:48] [{step}] lr=0.1, train_loss={loss:.5f}",
-    "flax": "Step... ({step} | Loss: {loss:.6f}, Learning Rate: 0.0002914)",
-    "opennmt": "[2026-11-20 03:12:44,120 INFO] Step {step}/100; acc: 45; xent: {loss:.4f}; lr: 1",
-    "marian": "[2026-11-20 03:12:44] Ep. 1 : Up. {step} : Sen. 412 : Cost {loss:.5f} * 120,014",
-    "basicsr": "[01..][epoch:  3, iter:  {step}, lr:(1.9e-04,)] [eta: 1 day] l_pix: {loss:.4e}",
     "a program of one's own": "round={step} of 40 mean-loss~ 7, my_loss_a = {loss:.3f}, done",
     "a loss before the step": "loss {loss:.3f} at step {step}",
 }

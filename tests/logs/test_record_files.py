@@ -59,7 +59,7 @@ def test_the_crc_is_castagnolis(data, crc):
 @pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
 def test_scalars_of_one_step_are_one_row_with_whole_floats(piece):
     reader, found = read(events(range(1, 5)), piece=piece)
-    assert reader.format == "tensorboard"
+    assert reader.log.format == "tensorboard"
     assert [row.step for row in found] == [1, 2, 3, 4]
     assert [row.loss.value for row in found] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert {row.loss.quantum for row in found} == {0.0}
@@ -88,20 +88,20 @@ def test_an_image_between_scalars_is_passed_over():
     for piece in (999, 1 << 20):
         reader, found = read(events(range(1, 3)) + image + events(range(3, 5)), piece=piece)
         assert [row.step for row in found] == [1, 2, 3, 4]
-        assert reader.damage is None
+        assert reader.log.damage is None
 
 
 def test_a_flipped_byte_ends_the_reading_of_an_event_file_and_is_reported():
     data = bytearray(events(range(1, 9)))
     data[len(data) // 2] ^= 0xFF
     reader, found = read(bytes(data))
-    assert "wrong CRC-32C" in reader.damage
+    assert "wrong CRC-32C" in reader.log.damage
     assert 2 <= len(found) < 8
 
 
 def test_an_event_that_is_cut_short_is_one_that_is_still_written():
     reader, found = read(events(range(1, 4))[:-3])
-    assert reader.damage is None
+    assert reader.log.damage is None
     assert [row.step for row in found] == [1, 2, 3]
 
 
@@ -132,8 +132,8 @@ def test_the_history_of_an_offline_run_is_read(typed, piece):
     if piece == 1:
         data = data[:40_000]
     reader, found = read(data, piece=piece)
-    assert reader.format == "wandb"
-    assert reader.damage is None
+    assert reader.log.format == "wandb"
+    assert reader.log.damage is None
     assert [row.step for row in found] == list(range(1, len(found) + 1))
     assert len(found) == 99 or piece == 1
     assert [row.loss.value for row in found] == [2.5 / row.step for row in found]
@@ -144,7 +144,7 @@ def test_a_flipped_byte_ends_the_reading_of_an_offline_run_and_is_reported():
     data = bytearray(wandb_file(wandb_history(step, {"loss": 1.5}) for step in range(1, 50)))
     data[len(data) // 2] ^= 0xFF
     reader, found = read(bytes(data))
-    assert "wrong CRC-32" in reader.damage
+    assert "wrong CRC-32" in reader.log.damage
     assert 0 < len(found) < 49
 
 
@@ -154,7 +154,7 @@ def test_zeros_that_a_crash_left_at_the_end_are_no_damage():
         for piece in (5, 1 << 20):
             reader, found = read(data + bytes(9_999), piece=piece)
             assert [row.step for row in found] == [1, 2, 3, 4]
-            assert reader.damage is None
+            assert reader.log.damage is None
 
 
 def trainer_state(steps: range) -> dict:
@@ -172,7 +172,7 @@ def trainer_state(steps: range) -> dict:
 def test_a_trainer_state_gives_its_training_rows(piece, indent):
     data = json.dumps(trainer_state(range(1, 11)), indent=indent).encode()
     reader, found = read(data, name="checkpoint-10/trainer_state.json", piece=piece)
-    assert reader.format == "trainer-state"
+    assert reader.log.format == "trainer-state"
     assert [row.step for row in found] == list(range(1, 11))
     assert found[0].loss.value == 4.25
     # It is set by hand, and not known to a single digit.
