@@ -1,6 +1,6 @@
 """Format counts, sizes, times, lists of names and text of others for people.
 
-Text of others stays text: on a terminal and in Markdown.
+Text of others stays text: on a terminal, in Markdown and in SVG.
 """
 
 from __future__ import annotations
@@ -198,3 +198,10 @@ def markdown_block(kind: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _longest_run(text: str) -> int:
     return max(map(len, re.findall("`+", text)), default=0)
+
+
+def svg_text(text: str) -> str:
+    """Text of somebody else in SVG: no markup, no control characters, no other direction."""
+    from html import escape
+
+    return escape(safe(text))

@@ -274,7 +274,7 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
             raise OptionError("--timeout", f"is {timeout_s} s", instead="--timeout 120")
-        for name in ("metrics", "report", "hosts_file"):
+        for name in ("metrics", "report", "plot", "hosts_file"):
             if given.get(name) is not None:
                 check_output_file(f"--{name.replace('_', '-')}", given[name])
         repeated = _repeated(context, given)

@@ -27,8 +27,8 @@ ONLY_IF_NAMED: Mapping[str, tuple[str, ...]] = {
     "a program to start": ("launcher", "exclude_command", "set"),
     "another storage": ("storage_option", "endpoint_url", "follow_links"),
     "a file to write": (
-        *("metrics", "transcript", "state"),
-        *("log_dir", "evidence_dir", "hosts_file"),
+        *("metrics", "plot", "transcript"),
+        *("state", "log_dir", "evidence_dir", "hosts_file"),
     ),
 }
 """Keys that are read only from a file that a person names, by what they state."""

@@ -30,6 +30,7 @@ from ckptctl.loss.checking import LossReport
 from ckptctl.loss.evidence import FaultState
 from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.level import share, signed
+from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.replay import Replayed
 from ckptctl.loss.resumes import LedgerAnswer, LoggedResume, NamedCheckpoint
 from ckptctl.loss.speed import Pace
@@ -138,6 +139,14 @@ def loss(
             common=False,
         ),
     ] = None,
+    plot: Annotated[
+        str | None,
+        Parameter(
+            "--plot FILE",
+            "Also draw the loss around the resume, to a file: .svg. A file that is not a plot of "
+            "ckptctl is not overwritten.",
+        ),
+    ] = None,
     canary: Annotated[
         bool,
         Parameter(
@@ -202,6 +211,8 @@ def loss(
         out.lines(line(text) for text in _CANARY)
         return 0
     _check(paths, resume, canary=canary, follow=follow)
+    if plot is not None:
+        check_plot(plot)
     keys = _keys(key or ())
     checkpoint = NamedCheckpoint(
         step=resume_step,
@@ -253,6 +264,8 @@ def loss(
             ledger=ledger,
             storage=storage,
         )
+    if plot is not None and not write_plot(report, plot):
+        out.say(line(f"{plot} was not written: there is no loss to draw"))
     if follow and out.as_json:
         out.save(document_of("loss", report))
         return report.exit_code

@@ -438,6 +438,7 @@ def replace_text(path: str, text: str, what: str = "the report") -> None:
 _BEGINNINGS: Mapping[str, tuple[str, bytes]] = {
     "--metrics": ("metrics", rb"# HELP ckptctl_"),
     "--report": ("a document", rb'\{\s*"schema": "ckptctl\.'),
+    "--plot": ("a plot", rb'<svg [^>]*class="ckptctl" '),
     "--hosts-file": ("a list of nodes", rb"[\w.\n-]*\Z"),
 }
 

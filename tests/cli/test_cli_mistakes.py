@@ -248,6 +248,7 @@ WRITTEN = [
     ("loss notes --report notes", "--report", "not a document of ckptctl"),
     ("scan run --report config.json", "--report", "not a document of ckptctl"),
     ("scan run --report ''", "--report", "an empty name"),
+    ("loss notes --plot drawn.svg", "--plot", "not a plot of ckptctl"),
     (
         "run --root run --hosts-file notes.txt -- true",
         "--hosts-file",
@@ -261,6 +262,7 @@ def test_a_file_that_ckptctl_did_not_write_is_not_overwritten(
     folder, capsys, command, option, reason
 ):
     (folder / "config.json").write_text('{"hidden_size": 8}\n')
+    (folder / "drawn.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" class="own"/>\n')
     (folder / "notes.txt").write_text("node-1 slots=8\n")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     exit_code, out, err = called(capsys, command)
@@ -279,6 +281,14 @@ def test_what_ckptctl_wrote_and_an_empty_file_are_overwritten(folder, capsys):
     assert called(capsys, "loss notes --report a.out")[0] == 31
     (folder / "hosts").write_text("node-1\nnode-2.cluster\n")
     assert called(capsys, "run --root run --hosts-file hosts -- true")[0] == 0
+
+
+def test_a_plot_is_overwritten_by_the_next_one(folder, capsys):
+    rows = [(step, 3.0 - step / 100) for step in [*range(1, 41), *range(31, 60)]]
+    log = "".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in rows)
+    (folder / "train.jsonl").write_text(log)
+    for _ in range(2):
+        assert called(capsys, "loss train.jsonl --plot a.svg")[0] == 0
 
 
 VARIABLES = [

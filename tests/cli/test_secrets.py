@@ -41,7 +41,7 @@ HARMLESS = {
     "a path or an address, in which what is secret is hidden or refused": (
         *("--evidence-dir", "--flight-recorder", "--hosts-file"),
         *("--key-file", "--log", "--log-dir", "--marks", "--metrics", "--node-report"),
-        *("--optional-root", "--other-root", "--report", "--resume-report", "--root"),
+        *("--optional-root", "--other-root", "--plot", "--report", "--resume-report", "--root"),
         *("--state", "--transcript", "--work", "--endpoint-url", "--ignore"),
         *("--follow-links", "--resume-from", "--config", "--contract"),
         *("--sign", "--require-signature"),

@@ -18,6 +18,9 @@ CLOCKS = ("datetime", "fromtimestamp", "utcfromtimestamp", "strptime", "fromisof
 OTHER = {
     ("logs/binary_logs.py", "int(crc)"): "an integer of four bytes",
     ("logs/binary_logs.py", "float(number)"): "a float that `struct` has unpacked",
+    ("loss/plots.py", "int(step)"): "a number of our own axis",
+    ("loss/plots.py", "float(_LEFT + 8)"): "a size of our own picture",
+    ("loss/plots.py", "int(width / _TEXT_CELL)"): "a size of our own picture",
     ("loss/segments.py", "int(median(gaps))"): "a gap between steps that are within bounds",
     ("logs/console.py", "float(f'0.{fraction[0]}')"): "digits that a pattern bounds",
     ("logs/fields.py", "float(f'1e{min(power, sys.float_info.max_10_exp)}')"): "bounded",

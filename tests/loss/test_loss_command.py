@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,21 @@ def test_a_terminal_that_knows_ascii_alone_gets_ascii(log):
     done = run_ckptctl("loss", log(), env={"PYTHONIOENCODING": "ascii"})
     assert done.stdout.isascii()
     assert "logged twice" in done.stdout
+
+
+def test_the_picture_is_well_formed_and_asks_for_nothing_outside_itself(tmp_path, log):
+    path = log(times(1.012))
+    run_ckptctl("loss", path, "--plot", tmp_path / "loss.svg")
+    text = (tmp_path / "loss.svg").read_text()
+    circles = ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}circle")
+    assert len(list(circles)) > 100
+    assert re.findall(r"(?:href|src|url)\s*[=(]", text) == []
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_read(tmp_path):
+    done = run_ckptctl("loss", tmp_path / "none.log", "--plot", "loss.png")
+    assert done.returncode == 2
+    assert "ends in .svg" in done.stderr
 
 
 def test_of_several_resumes_each_has_its_line_and_the_worst_its_table(tmp_path):

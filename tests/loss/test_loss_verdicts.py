@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -27,6 +28,7 @@ from ckptctl.findings import CODES
 from ckptctl.logs.rows import LogPosition, Marker, Number, Row
 from ckptctl.loss.checking import CheckOptions, check_loss, check_rows
 from ckptctl.loss.evidence import measure_update
+from ckptctl.loss.plots import curve_of
 from ckptctl.loss.replay import Agreement
 from ckptctl.loss.resumes import ResumePoint, resumes
 from ckptctl.loss.segments import split
@@ -112,6 +114,12 @@ def test_a_small_loss_with_many_decimals_lacks_digits_and_not_decimals():
     assert "agree, but the log rounds the loss by 0." in report.message
     (lacks,) = [each for each in report.missing if "of the loss" in each.what]
     assert lacks.what == "five significant digits of the loss"
+
+
+def test_the_axis_of_a_small_loss_is_straight_and_begins_at_zero():
+    curve = curve_of(smaller(1 / 5000, 8, died=CLEAN).assessments[0])
+    assert curve.losses[0] >= 0
+    assert dataclasses.replace(curve, base=1e-9).losses[0] == 0
 
 
 @pytest.mark.parametrize("first", [SAVED, SAVED + 1])
