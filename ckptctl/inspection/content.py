@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, StorageUnavailable
-from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
+from ckptctl.findings import NOTHING_PROVEN, Finding, Proven, explained
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.frameworks.state_keys import is_moment_name, is_square
 from ckptctl.formats.own.seals import Seal
@@ -217,14 +217,13 @@ class ContentCheck:
         if n_infinite:
             counts.append(f"{n_infinite:,} {verb(n_infinite, 'is', 'are')} infinite")
         least = "at least " if values.more else ""
-        return Finding(
+        return explained(
             "values.not-finite",
             inside(self.part_path, fqn),
             f"of {counted(values.n_values, 'value')} scanned, {least}{' and '.join(counts)}: "
             "the tensor was saved with them",
             expected="finite values",
             found=f"{least}{n_nan:,} NaN, {n_infinite:,} infinite",
-            next_command="ckptctl explain values.not-finite",
         )
 
 

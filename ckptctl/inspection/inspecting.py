@@ -34,6 +34,7 @@ from ckptctl.findings import (
     Report,
     Verdict,
     exit_code_of,
+    explained,
     in_order,
     verdict_of,
 )
@@ -157,12 +158,7 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
     step = opened.listed
     if isinstance(error, MemoryError):
         why = error.message if isinstance(error, OutOfMemory) else "there is not enough memory"
-        return Finding(
-            "step.no-memory",
-            step.name,
-            f"{why}: nothing is known about the step",
-            next_command="ckptctl explain step.no-memory",
-        )
+        return explained("step.no-memory", step.name, f"{why}: nothing is known about the step")
     code, expected, means = next(row for kind, *row in _FAILED if isinstance(error, kind))
     finding = Finding(
         code,

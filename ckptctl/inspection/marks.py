@@ -19,7 +19,7 @@ from ckptctl.errors import (
     PathUntrusted,
     UsageError,
 )
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
@@ -32,7 +32,6 @@ from ckptctl.formats.own.marks import (
     named_word,
     parse_mark,
 )
-from ckptctl.formatting import command_line
 from ckptctl.model import FileInfo, Step
 from ckptctl.storage.contract import Span
 from ckptctl.storage.files import append_line
@@ -117,12 +116,7 @@ def _why_not_read(file: FileInfo) -> str:
 
 def unusable(code: str, where: str, what: str, why: str) -> Finding:
     """The finding for a file of ckptctl that cannot be read."""
-    return Finding(
-        code,
-        where,
-        f"{what} cannot be used: {why}",
-        next_command=command_line("explain", code),
-    )
+    return explained(code, where, f"{what} cannot be used: {why}")
 
 
 MAX_FILE_BYTES = 64 << 20

@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 import msgspec
 
 from ckptctl.claims import Claim, ClaimName
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
@@ -315,7 +315,7 @@ def _two_saves(
     is_late = sorted(later)
     n_others = len(files) - len(is_late)
     verb_of_late = verb(len(is_late), "was", "were")
-    return Finding(
+    return explained(
         code,
         is_late[0],
         f"{some_of(is_late)} {verb_of_late} written {after} after "
@@ -323,7 +323,6 @@ def _two_saves(
         f"{why}",
         expected=expected,
         found=f"files written {after} apart",
-        next_command=command_line("explain", code),
     )
 
 

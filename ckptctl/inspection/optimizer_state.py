@@ -27,7 +27,7 @@ from ckptctl.errors import (
     RecordUnreadable,
     StorageError,
 )
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.archive.directory import (
     RecordDirectory,
     read_member,
@@ -118,12 +118,11 @@ def check_optimizer_state(
     negative = [n for n, one in scanned.items() if is_square(n) and one.n_negative]
     if negative:
         total = sum(scanned[name].n_negative for name in negative)
-        yield Finding(
+        yield explained(
             "optimizer.negative",
             negative[0],
             f"{counted(len(negative), 'mean')} of squares {verb(len(negative), 'is', 'are')} below "
             f"zero in {counted(total, 'value')} ({some_of(negative)}): no optimizer writes that",
-            next_command=command_line("explain", "optimizer.negative"),
         )
     for part in parts:
         yield from _other_shape(part)
@@ -267,12 +266,11 @@ def _other_shape(part: OpenPart) -> Iterator[Finding]:
     # An optimizer that keeps all of them in another form has another kind of moment.
     other = [text for text in other if alike[_last(text.partition(" ")[0])]]
     if other:
-        yield Finding(
+        yield explained(
             "optimizer.shape",
             inside(part.path, other[0].partition(" ")[0]),
             f"{counted(len(other), 'moment')} {verb(len(other), 'has', 'have')} another shape than "
             f"the parameter: {some_of(other)}",
-            next_command=command_line("explain", "optimizer.shape"),
         )
 
 

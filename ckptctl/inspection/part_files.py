@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, PathNotFound
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks.layout_tables import TABLES
@@ -63,11 +63,8 @@ def read_metadata(at: OpenPart) -> Iterator[Metadata | Finding]:
 def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Finding:
     where = at.in_step(file.path)
     if file.kind != "file":
-        return Finding(
-            "path.escape",
-            where,
-            f"{where} is {file.what}, not a file; it was not followed",
-            next_command="ckptctl explain path.escape",
+        return explained(
+            "path.escape", where, f"{where} is {file.what}, not a file; it was not followed"
         )
     if file.size > MAX_METADATA_BYTES:
         return _unreadable(at, where, f"{file.size:,} bytes, more than any metadata takes")
@@ -83,12 +80,11 @@ def _decoded(at: OpenPart, file: FileInfo, rank: int | None) -> Metadata | Findi
     except MetadataUnreadable as error:
         return _unreadable(at, where, error.message)
     except MetadataUnsafe as error:
-        return Finding(
+        return explained(
             "metadata.unsafe",
             where,
             f"{where} {error.message}; nothing of it was run. Do not load this step with any "
             "other tool, and find out who wrote it",
-            next_command="ckptctl explain metadata.unsafe",
         )
 
 
@@ -114,12 +110,11 @@ def _changed(where: str, expected: str, found: str) -> Finding:
 
 def _ambiguous(at: OpenPart, other: str, what: str) -> Finding:
     where = at.in_step(METADATA)
-    return Finding(
+    return explained(
         "metadata.ambiguous",
         where,
         f"{where} and {other} ({what}) both exist: a load uses the first if it can be read, "
         "else the other, and they may belong to two saves",
-        next_command="ckptctl explain metadata.ambiguous",
     )
 
 

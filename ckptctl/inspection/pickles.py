@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.archive.directory import (
     ZIP_MAGIC,
     Member,
@@ -318,23 +318,21 @@ class _PickleReader:
                 continue
             others = len(reasons) - 1
             more = f"; so do {counted(others, 'other record')} of it" if others else ""
-            yield Finding(
+            yield explained(
                 code,
                 where,
                 f"the record of {fqn} in {where} {reason}: loading it would run code{more}. "
                 "Nothing of it was run. Do not load this step with any other tool, and find out "
                 "who wrote it",
-                next_command=command_line("explain", code),
             )
 
     def _unknown(self, allowed: frozenset[str]) -> Iterator[Finding]:
         for path in sorted(set(self.too_long)):
-            yield Finding(
+            yield explained(
                 "pickle.unknown",
                 path,
                 f"{path} holds a pickle of more than the {MAX_PICKLE_BYTES:,} bytes that are read: "
                 "what it names after them is not known",
-                next_command=command_line("explain", "pickle.unknown"),
             )
         for name, places in sorted(self.unknown.items()):
             if name in allowed:

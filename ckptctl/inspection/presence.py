@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from operator import add, gt, mul
 
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
@@ -132,11 +132,10 @@ def check_holds_anything(parts: Sequence[Sequence[Metadata]]) -> Iterator[Findin
         return
     if any(one.tensors or one.bytes_entries for part in parts for one in part):
         return
-    yield Finding(
+    yield explained(
         "metadata.empty",
         METADATA,
         "the metadata lists no tensor and no other entry: there is nothing to resume from",
-        next_command="ckptctl explain metadata.empty",
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.families import (
     COMPOSERS_RANKS,
     CONVERSIONS,
@@ -193,11 +193,10 @@ def manifest_of(opened: OpenStep) -> Manifest | Finding:
     except (MetadataUnreadable, MetadataUnsafe) as error:
         is_unsafe = isinstance(error, MetadataUnsafe)
         code = "metadata.unsafe" if is_unsafe else "metadata.unreadable"
-        return Finding(
+        return explained(
             code,
             MANIFEST,
             f"{MANIFEST} {'' if is_unsafe else 'cannot be decoded: '}{error.message}",
-            next_command=command_line("explain", code),
         )
 
 
@@ -316,12 +315,11 @@ def several_worlds(step: Step, where: str, what: str, sizes: Iterable[int]) -> F
 
 def unlisted(archives: Collection[str]) -> Finding:
     """The finding for files of which nothing shows that one holds the weights."""
-    return Finding(
+    return explained(
         "format.unlisted",
         "",
         f"{counted(len(archives), 'file')} of torch.save ({some_of(sorted(archives))}), and "
         "nothing states which files belong to the step: one that was never written is not missed",
-        next_command="ckptctl explain format.unlisted",
     )
 
 

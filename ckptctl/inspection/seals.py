@@ -24,7 +24,7 @@ from ckptctl.errors import (
     PathEscape,
     PathNotFound,
 )
-from ckptctl.findings import CODES, Finding, Severity
+from ckptctl.findings import CODES, Finding, Severity, explained
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.frameworks.file_names import is_named_as_weights
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_saved, step_name
@@ -151,7 +151,7 @@ def _check_binding(opened: OpenStep, seal: Seal, requirements: Requirements) -> 
 
 
 def _about_seal(code: str, message: str) -> Finding:
-    return Finding(code, SEAL, message, next_command=command_line("explain", code))
+    return explained(code, SEAL, message)
 
 
 def is_trusted(seal: Seal, requirements: Requirements) -> bool:
@@ -313,12 +313,11 @@ def _foreign_seal(seal: Seal, step: Step) -> Finding:
 
 
 def _foreign_step(seal: Seal, step: Step) -> Finding:
-    return Finding(
+    return explained(
         "step.foreign",
         step.name,
         f"the contents of this folder were sealed as step {seal.step.number}: the folder was "
         "renamed, or copied over another step",
-        next_command="ckptctl explain step.foreign",
     )
 
 
@@ -333,7 +332,7 @@ def _outdated(seal: Seal, path: str) -> Finding:
 
 def _replaced_metadata(seal: Seal, seen: InspectedStep, path: str) -> Finding:
     still = _still_sealed(seal, seen)
-    return Finding(
+    return explained(
         "seal.digest",
         path,
         f"{path} is not the metadata that was sealed, while "
@@ -342,7 +341,6 @@ def _replaced_metadata(seal: Seal, seen: InspectedStep, path: str) -> Finding:
         "belongs to another save, or was changed",
         expected=f"SHA-256 {seal.step.metadata.get(path, 'of no file')}",
         found=f"SHA-256 {seen.metadata[path]}",
-        next_command="ckptctl explain seal.digest",
     )
 
 
@@ -404,11 +402,10 @@ def _check_unsealed(
         )
     extra = [path for path in unsealed if path not in needed]
     if extra:
-        yield Finding(
+        yield explained(
             "seal.extra",
             some_of(extra),
             f"{counted(len(extra), 'file')} added after the step was sealed: {some_of(extra)}",
-            next_command="ckptctl explain seal.extra",
         )
 
 
@@ -466,13 +463,12 @@ def _differing(
     else:
         what = f"{_place(sealed, wrong)} not what was sealed: damaged, or of another save"
     first = wrong[0]
-    return Finding(
+    return explained(
         "seal.digest",
         sealed.path,
         f"{sealed.path}: {what}",
         expected=f"{_named(sealed, first)} with digest {expected[first]}",
         found=found[first],
-        next_command="ckptctl explain seal.digest",
     )
 
 

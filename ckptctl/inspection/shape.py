@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import is_named_as_weights, kind_of_file
 from ckptctl.formats.frameworks.layouts import METADATA, step_name
@@ -113,12 +113,7 @@ def weights_in(step: Step) -> Iterator[FileInfo]:
 
 
 def _unfinished(where: str, why: str) -> Finding:
-    return Finding(
-        "step.unfinished",
-        where,
-        why,
-        next_command="ckptctl explain step.unfinished",
-    )
+    return explained("step.unfinished", where, why)
 
 
 def _check_stages(step: Step) -> Iterator[Finding]:
@@ -137,12 +132,7 @@ def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
     for name in last:
         if name in there:
             continue
-        yield Finding(
-            "file.missing",
-            name,
-            f"{name} is missing, which {step.layout} writes last",
-            next_command="ckptctl explain file.missing",
-        )
+        yield explained("file.missing", name, f"{name} is missing, which {step.layout} writes last")
 
 
 def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
@@ -174,23 +164,21 @@ def missing_file(
 def _no_tensors(step: Step) -> Finding:
     n_files = len(step.files)
     found = counted(n_files, "other file") if n_files else "nothing"
-    return Finding(
+    return explained(
         "metadata.missing",
         layouts.METADATA,
         f"the step has no metadata and no shard file, only {found}"
         if n_files
         else "the step's folder is empty",
-        next_command="ckptctl explain metadata.missing",
     )
 
 
 def _unsupported(step: Step, part: Part) -> Finding:
     what, means = _WHAT_IT_IS[part.format]
-    return Finding(
+    return explained(
         "format.unsupported",
         part.path or step.name,
         f"this is {what}, not a sharded DCP checkpoint: {means}",
-        next_command="ckptctl explain format.unsupported",
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.archive.directory import (
     Readable,
     RecordDirectory,
@@ -159,11 +159,8 @@ def check_documents(
         code, what = "file.truncated", "truncated"
         if is_needed:
             code, what = "file.unreadable", "no complete JSON document, and a load parses it"
-        yield Finding(
-            code,
-            file.path,
-            f"{file.path} is {what}: writing or copying it was interrupted",
-            next_command=command_line("explain", code),
+        yield explained(
+            code, file.path, f"{file.path} is {what}: writing or copying it was interrupted"
         )
 
 
@@ -416,12 +413,11 @@ def _number_of(stub: TensorStub, directory: RecordDirectory, view: Readable) -> 
 
 def unsafe_file(path: str, why: str) -> Finding:
     """The finding for a file whose pickle would run code where it is loaded."""
-    return Finding(
+    return explained(
         "file.unsafe",
         path,
         f"{path} {why}: loading it would run code. Nothing of it was run. Do not load this step "
         "with any other tool, and find out who wrote it",
-        next_command=command_line("explain", "file.unsafe"),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptctl.findings import ByStore, Finding
+from ckptctl.findings import ByStore, Finding, explained
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, Stored
 from ckptctl.formatting import at_most_few, command_line, counted, some_of, verb
 from ckptctl.inspection.seals import comparable
@@ -42,14 +42,13 @@ def as_kept(
     stored = Stored(checksum.algorithm, checksum.value, compared, kept.etag, kept.version)
     if computed is None or computed == checksum.value:
         return stored, ()
-    finding = Finding(
+    finding = explained(
         "store.contradicts",
         path,
         f"the bytes of {path} do not match the {checksum.algorithm} that the store reports: "
         "they were damaged in the store or in transit",
         expected=f"{checksum.algorithm} {computed}",
         found=f"{checksum.algorithm} {checksum.value}",
-        next_command="ckptctl explain store.contradicts",
     )
     return stored, (finding,)
 
@@ -113,14 +112,13 @@ _NOT_SEALED = "the seal has no checksum of the store's"
 
 
 def _replaced(path: str, was: Stored, value: str) -> Finding:
-    return Finding(
+    return explained(
         "seal.digest",
         path,
         f"the store reports a different {was.algorithm} for {path} than when it was sealed: "
         "the object was replaced by one with other bytes",
         expected=f"{was.algorithm} {was.checksum}",
         found=f"{was.algorithm} {value}",
-        next_command="ckptctl explain seal.digest",
     )
 
 

@@ -23,7 +23,7 @@ import msgspec
 
 from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.families import key_of, named_families
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.manifest import MANIFEST, Manifest
@@ -861,10 +861,9 @@ def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
         )
     else:
         why = "nothing states how many ranks wrote them, and no other step confirms it"
-    return Finding(
+    return explained(
         code,
         largest.example,
         f"{n_files} {largest.key}: {why}. --saved-world-size N, a seal, or another step with the "
         "same files proves that none is missing",
-        next_command=command_line("explain", code),
     )

@@ -25,6 +25,7 @@ from ckptctl.findings import (
     Report,
     Severity,
     Verdict,
+    explained,
     unmet_in,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
@@ -346,14 +347,13 @@ class Search:
         if len(damaged) < 2:
             return
         numbers = ", ".join(str(number) for number in damaged)
-        yield Finding(
+        yield explained(
             "root.suspect",
             "",
             f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage, and check "
             "the file system before relying on newer saves",
             expected="at most one damaged step",
             found=f"{len(damaged)} damaged steps",
-            next_command="ckptctl explain root.suspect",
         )
 
 
@@ -747,14 +747,13 @@ class RunSearch(Search):
         """Yield `root.unconfirmed` where a confirmed step was asked for, and none was found."""
         if self.n_unconfirmed and self.chosen is not None:
             n_steps = counted(self.n_unconfirmed, "sound step")
-            yield Finding(
+            yield explained(
                 "root.unconfirmed",
                 "",
                 f"none of {n_steps} is confirmed, so the newest, {self.chosen.number}, was chosen: "
                 "it may hold what the failure left in it",
                 expected="a confirmed step",
                 found=f"{n_steps} that nothing confirms",
-                next_command="ckptctl explain root.unconfirmed",
             )
 
     def _two_branches(self) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 
 from ckptctl.errors import OptionError, PathNotFound, StorageError, StorageUnavailable
-from ckptctl.findings import Finding, Severity
+from ckptctl.findings import Finding, Severity, explained
 from ckptctl.formats.frameworks import ray_train
 from ckptctl.formats.frameworks.layouts import (
     MAX_POINTER_BYTES,
@@ -598,14 +598,13 @@ _CALLED_NEWEST = re.compile(r"last|latest|newest|recent|current|final|resume", r
 
 
 def _counts_further(name: str, more: str) -> Finding:
-    return Finding(
+    return explained(
         "root.further",
         name,
         f"{name} counts {more}: it is further, and pick does not choose it, because its name has "
         "no number",
         expected="a name of a step",
         found=name,
-        next_command="ckptctl explain root.further",
     )
 
 
@@ -658,7 +657,7 @@ def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
         return None
     ((lacking, present),) = kinds
     numbers = [number for number, _, _ in seen if number is not None]
-    return Finding(
+    return explained(
         "root.not-shared",
         "",
         f"{counted(len(numbers), 'step')} ({some_of(numbers)}) lack the files of the same "
@@ -667,7 +666,6 @@ def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
         "nodes",
         expected="the files of all ranks on each node",
         found=f"those of {counted(len(present), 'rank')}",
-        next_command="ckptctl explain root.not-shared",
     )
 
 
