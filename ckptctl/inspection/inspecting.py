@@ -43,8 +43,13 @@ from ckptctl.formats.frameworks.file_names import may_hold_state
 from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, counted, inside, some_of
-from ckptctl.inspection.open_step import NO_NEIGHBOURS, Neighbours, OpenPart, OpenStep
-from ckptctl.inspection.part_files import safetensors_in
+from ckptctl.inspection.open_step import (
+    NO_NEIGHBOURS,
+    Neighbours,
+    OpenPart,
+    OpenStep,
+    safetensors_in,
+)
 from ckptctl.inspection.rank_files import (
     check_bound,
     check_saved_world_size,

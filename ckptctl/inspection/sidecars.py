@@ -667,26 +667,34 @@ TensorSizes = Mapping[tuple[str, str], TensorSize]
 """The sizes of tensors over the files of one kind, by FQN and kind."""
 
 
-def tensor_sizes(
+def tensors_by_kind(
     opened: OpenStep, kinds: Collection[str], kind_of: Callable[[str], str]
-) -> TensorSizes:
-    """The size of each tensor over the files of each of `kinds`, which `kind_of` gives of a path.
+) -> Iterator[tuple[str, HeldTensor]]:
+    """The tensors in the files of each of `kinds`, which `kind_of` gives of a path, with the kind.
 
     None where one of the files cannot be decoded: what is not known of every file would look
     smaller than it is. Raises `StorageError`.
     """
-    sizes: dict[tuple[str, str], TensorSize] = defaultdict(TensorSize)
     tensors, unlisted = opened.tensors_in_files
     for tensor in () if unlisted else tensors:
         kind = kind_of(tensor.file)
         if kind in kinds:
-            size = sizes[tensor.fqn, kind]
-            n_elements = prod(tensor.shape)
-            size.n_files += 1
-            size.n_elements += n_elements
-            size.largest = max(size.largest, n_elements)
-            if tensor.whole is not None:
-                size.n_whole = prod(tensor.whole)
+            yield kind, tensor
+
+
+def tensor_sizes(
+    opened: OpenStep, kinds: Collection[str], kind_of: Callable[[str], str]
+) -> TensorSizes:
+    """The size of each tensor over the files of each of `kinds`; see `tensors_by_kind`."""
+    sizes: dict[tuple[str, str], TensorSize] = defaultdict(TensorSize)
+    for kind, tensor in tensors_by_kind(opened, kinds, kind_of):
+        size = sizes[tensor.fqn, kind]
+        n_elements = prod(tensor.shape)
+        size.n_files += 1
+        size.n_elements += n_elements
+        size.largest = max(size.largest, n_elements)
+        if tensor.whole is not None:
+            size.n_whole = prod(tensor.whole)
     return sizes
 
 

@@ -27,7 +27,6 @@ from ckptctl.inspection.file_kinds import check_gone, check_owners
 from ckptctl.inspection.identity import check_counts, decide_identity, number_in_metadata
 from ckptctl.inspection.one_save import check_one_save
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import read_named
 from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
 from ckptctl.inspection.predecessor import check_renamed, check_step_before
 from ckptctl.inspection.presence import (
@@ -60,7 +59,6 @@ from ckptctl.inspection.sidecars import (
     tensors_in_header,
     value_in_archive,
 )
-from ckptctl.inspection.store_checksums import ask_store
 from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import (
     NO_STATE,
@@ -203,7 +201,7 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
         yield from inspect_safetensors(opened.store, held.folder, held.part, held.headers)
     if part.part.format is PartFormat.RANK_FILES:
         yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
-        yield from check_named(opened.step, part.part, read_named(part))
+        yield from check_named(opened.step, part.part, part.read_named())
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
         yield from check_own_number(opened.step, part.part, part.metadata[0])
@@ -498,6 +496,8 @@ def optimizer_state(opened: OpenStep, context: StageContext) -> Iterator[Finding
 def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the checksums that the store keeps with those in the seal."""
     if context.requirements.remote_checksums:
+        from ckptctl.inspection.content import ask_store
+
         context.by_store, findings = ask_store(opened, context.notes.seal, context.findings)
         yield from findings
 

@@ -28,32 +28,27 @@ from ckptctl.formats.families import key_of, named_families
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.manifest import MANIFEST, Manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
-from ckptctl.inspection.family_tensors import (
-    are_copies,
-    is_redistributed,
-    ranks_inside,
-    resized_in_part,
-    shapes_by_key,
-    sizes_in_families,
-)
 from ckptctl.inspection.file_kinds import (
     SIMILAR,
     ComparedStep,
     are_alike,
+    are_copies,
     is_of_evaluation,
+    is_redistributed,
     kinds_of_files,
     lost_first,
     lost_index,
     lost_words,
     open_families,
+    ranks_inside,
+    resized_in_part,
+    shapes_by_key,
+    sizes_in_families,
 )
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, ranks_in, several_worlds
 from ckptctl.inspection.shape import empty_file, missing_file
-from ckptctl.inspection.sidecars import (
-    TensorSizes,
-    split_tensors,
-)
+from ckptctl.inspection.sidecars import TensorSizes, split_tensors
 from ckptctl.model import SHARDED, Family, Level, Part, PartFormat, Step
 
 MAX_COMPARED = 2

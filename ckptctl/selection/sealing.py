@@ -31,7 +31,7 @@ from ckptctl.formats.own.seals import (
     seal_digest,
 )
 from ckptctl.formatting import command_line, counted, inside
-from ckptctl.inspection.content import Asked
+from ckptctl.inspection.content import Asked, as_kept, best_of
 from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import (
@@ -42,7 +42,6 @@ from ckptctl.inspection.seals import (
     written_ms,
 )
 from ckptctl.inspection.stages import contradicted
-from ckptctl.inspection.store_checksums import as_kept, best_of
 from ckptctl.model import (
     ExitCode,
     FileInfo,

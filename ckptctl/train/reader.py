@@ -38,7 +38,6 @@ from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import command_line
 from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import read_metadata
 from ckptctl.inspection.presence import (
     check_presence,
     check_sizes,
@@ -677,7 +676,7 @@ def _inspected(opened: OpenStep, error: CkptctlError) -> RankLocal:
         raise StepDamaged(opened.url, Finding("format.unsupported", "", message)) from error
     part = Part("", PartFormat.DCP, tuple(files))
     by_rank: dict[int, Metadata] = {}
-    for found in read_metadata(OpenPart(opened, part)):
+    for found in OpenPart(opened, part).decoded:
         if isinstance(found, Metadata) and found.rank is not None:
             by_rank[found.rank] = found
         elif isinstance(found, Finding) and found.severity is Severity.FAULT:
