@@ -21,7 +21,7 @@ from ckptctl.findings import Finding
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import StepName, is_scattered
+from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep, end_of_file
@@ -404,7 +404,7 @@ def path_then(opened: OpenStep, before: OpenStep, path: str, count: int) -> str:
     number = opened.step.number or 0
     if opened.is_file:
         return before.name
-    if not is_scattered(opened.name):
+    if not layouts.is_scattered(opened.name):
         return layouts.path_in_step(path, number, count)
     then = re.sub(rf"(?<![0-9])0*{number}(?![0-9])", f"0*{count}", re.escape(path))
     return next((file.path for file in before.files if re.fullmatch(then, file.path)), path)

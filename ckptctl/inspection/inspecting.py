@@ -40,7 +40,6 @@ from ckptctl.findings import (
 )
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
-from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.open_step import (
@@ -267,7 +266,7 @@ def _report(
             findings += check_world_size(step.parts, state, saved, wanted, step.url, require)
     verdict = verdict_of(findings)
     metadata = [(part, one) for part in parts for one in part.metadata]
-    files = [file for file in step.files if not is_own(file.path)]
+    files = [file for file in step.files if not layouts.is_own(file.path)]
     proven = context.content.proven if context.content else NOTHING_PROVEN
     return Report(
         url=step.url,
@@ -316,7 +315,7 @@ def _report(
 
 def _names(step: Step, part: Part) -> Iterator[str]:
     """What a later step may lack: the part, or each kind of rank file in it."""
-    if is_scattered(step.name):
+    if layouts.is_scattered(step.name):
         # Several averages of the weights differ by a decimal fraction: it is no step or rank.
         number = r"(?<![0-9.])[0-9]+(?!\.?[0-9])"
         yield from sorted({re.sub(number, "N", file.path) for file in part.files})
@@ -326,7 +325,7 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         yield part.path
     for grid in grids:
         # DeepSpeed in a step of transformers: `checkpoint-30/global_step30/`.
-        folders = [one for one in grid.folder.split("/") if one and step_name(one) is None]
+        folders = [one for one in grid.folder.split("/") if one and layouts.step_name(one) is None]
         yield "/".join((*folders, grid.what))
     # Beside the shards of a model, safetensors are an export of it.
     is_export = any("model" in grid.holds for grid in part.grids)

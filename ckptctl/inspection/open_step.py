@@ -41,18 +41,7 @@ from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    METADATA_TMP,
-    NO_RUN_BELOW,
-    StepName,
-    is_scattered,
-    may_hold_scattered,
-    rank_local_rank,
-    ranks_beside,
-    scattered_steps,
-    step_name,
-)
+from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, NO_RUN_BELOW, StepName
 from ckptctl.formats.frameworks.parts import (
     archives_in,
     in_parts,
@@ -158,7 +147,7 @@ class OpenStep:
     @property
     def has_folder(self) -> bool:
         """The step's files lie in a folder of its own, and not elsewhere in the root."""
-        return not self.is_file and not is_scattered(self.name)
+        return not self.is_file and not layouts.is_scattered(self.name)
 
     @property
     def folder(self) -> str:
@@ -210,7 +199,7 @@ class OpenStep:
         layout, stated = layouts.layout_of(named, files), None
         if number is not None and layout == "nvrx":
             beside = _files_below(self.store, self.store.list_dir(""))
-            stated = {"rank": ranks_beside(beside, number)}
+            stated = {"rank": layouts.ranks_beside(beside, number)}
         parts = tuple(
             with_archives(part, self._archives_in(part, layout), layout, stated)
             for part in parts_of(files, layout, stated=stated)
@@ -261,7 +250,7 @@ class OpenStep:
             if file.path != layouts.STATE_BESIDE:
                 continue
             content = value_in_archive(self.store, file.path, file.size) if file.size else None
-            names = [step_name(entry.path) for entry in entries]
+            names = [layouts.step_name(entry.path) for entry in entries]
             newest = max(one.number for one in names if one and one.layout == "torchtune")
             if layouts.number_beside(content, newest) == self.named.number:
                 return BesidePart(self, file, content)
@@ -440,7 +429,9 @@ class OpenPart:
 
     def _read_metadata(self) -> Iterator[Metadata | Finding]:
         files = {file.path: file for file in self.part.files}
-        ranks = sorted(rank for name in files if (rank := rank_local_rank(name)) is not None)
+        ranks = sorted(
+            rank for name in files if (rank := layouts.rank_local_rank(name)) is not None
+        )
         if METADATA in files:
             yield self._decode(files[METADATA], None)
             if ranks:
@@ -682,7 +673,7 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     there is neither a folder nor a file of that name.
     """
     prefix = f"{name}/" if name else ""
-    if is_scattered(name):
+    if layouts.is_scattered(name):
         steps = list_scattered(store, store.list_dir(""))
         files = next((held for step, held in steps.items() if step.name == name), ())
         if files:
@@ -733,7 +724,7 @@ def list_scattered(
     `entries` is the listing of the root. Cost: one listing for each folder in it, and for
     each folder of a rank in those.
     """
-    return scattered_steps(_files_below(store, entries))
+    return layouts.scattered_steps(_files_below(store, entries))
 
 
 def _files_below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo]:
@@ -747,7 +738,7 @@ def _files_below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo
         inside = list_if_there(store, folder)
         yield from inside
         ranks = (one.path for one in inside if one.kind == "dir")
-        of_ranks = (path for path in ranks if may_hold_scattered(path.rpartition("/")[2]))
+        of_ranks = (path for path in ranks if layouts.may_hold_scattered(path.rpartition("/")[2]))
         for rank in islice(of_ranks, MAX_FOLDERS):
             yield from list_if_there(store, rank)
 

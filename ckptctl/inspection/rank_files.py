@@ -26,14 +26,9 @@ from ckptctl.formats.families import (
     grids_of,
     key_of,
 )
+from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layout_tables import TABLES
-from ckptctl.formats.frameworks.layouts import (
-    hugging_face_rank,
-    is_stage,
-    rank_local_rank,
-    shard_rank,
-)
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formats.pickles.policy import Opaque
@@ -324,7 +319,7 @@ def unlisted(archives: Collection[str]) -> Finding:
 
 
 _WITH_RANKS = SHARDED | {PartFormat.SAFETENSORS}
-_RANK_READERS = (shard_rank, rank_local_rank, hugging_face_rank)
+_RANK_READERS = (layouts.shard_rank, layouts.rank_local_rank, layouts.hugging_face_rank)
 
 
 def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]:
@@ -351,7 +346,7 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
 def _is_left_over(file: FileInfo, named: Collection[str] | None) -> bool:
     if named is None or file.path in named or not file.size:
         return False
-    return shard_rank(file.path) is not None
+    return layouts.shard_rank(file.path) is not None
 
 
 def saved_world_size(
@@ -366,8 +361,8 @@ def saved_world_size(
     """
     sharded = [part for part in parts if part.format in _WITH_RANKS]
     ranks = {part.path: ranks_in(part, named.get(part.path)) for part in sharded}
-    stages = [found for path, found in ranks.items() if is_stage(path)]
-    others = [found for path, found in ranks.items() if not is_stage(path)]
+    stages = [found for path, found in ranks.items() if layouts.is_stage(path)]
+    others = [found for path, found in ranks.items() if not layouts.is_stage(path)]
     by_files = max(
         sum(len(found) for found in stages),
         max((max(found, default=-1) + 1 for found in others), default=0),
@@ -413,12 +408,12 @@ def check_saved_world_size(
         elif n_ranks > expected:
             yield _too_many(n_ranks, expected, part.path, url)
     sharded = [part for part in parts if part.format in _WITH_RANKS]
-    stages = [part for part in sharded if is_stage(part.path)]
+    stages = [part for part in sharded if layouts.is_stage(part.path)]
     n_in_stages = sum(len(ranks_in(part)) for part in stages)
     if stages and n_in_stages < expected:
         yield _too_few("the stages", f"{n_in_stages} ranks", expected, "", url)
     for part in sharded:
-        if is_stage(part.path):
+        if layouts.is_stage(part.path):
             continue
         there = ranks_in(part)
         missing = [rank for rank in range(expected) if rank not in there]

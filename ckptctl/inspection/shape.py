@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from ckptctl.findings import Finding, explained
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import is_named_as_weights, kind_of_file
-from ckptctl.formats.frameworks.layouts import METADATA, step_name
+from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
@@ -89,7 +89,9 @@ def _check_nested(step: Step) -> Iterator[Finding]:
     if step.number is None:
         return
     folders = {name for file in step.files for name in file.path.split("/")[:-1]}
-    held = [named for name in sorted(folders) if (named := step_name(name)) and not named.bare]
+    held = [
+        named for name in sorted(folders) if (named := layouts.step_name(name)) and not named.bare
+    ]
     others = [named.name for named in held if named.number != step.number]
     if not others or [named.layout for named in held] == ["deepspeed"]:
         return
@@ -228,7 +230,7 @@ def own_number(metadata: Metadata) -> int | None:
     numbers = [
         named.number
         for word in metadata.checkpoint_id.replace("\\", "/").split("/")
-        if (named := step_name(word)) is not None and not named.bare
+        if (named := layouts.step_name(word)) is not None and not named.bare
     ]
     return numbers[-1] if numbers else None
 

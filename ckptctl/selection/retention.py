@@ -48,19 +48,8 @@ from ckptctl.errors import (
 )
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.digests import sha256_of
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    OWN_FOLDER,
-    REMOVING,
-    StepName,
-    counted_by,
-    is_flat_file,
-    is_own,
-    is_saved,
-    is_scattered,
-    own_file_of_lone,
-    step_name,
-)
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER, REMOVING, StepName
 from ckptctl.formats.own.documents import ProofDocument
 from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
 from ckptctl.formats.own.marks import metadata_digest
@@ -103,12 +92,14 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
     files = [file.path for file in listed]
     markers = [path for path in files if path.rpartition("/")[2].endswith(METADATA)]
     # A seal without its shards would make a partial removal look like damage.
-    own = [path for path in files if is_own(path) and path not in (*markers, REMOVING)]
+    own = [path for path in files if layouts.is_own(path) and path not in (*markers, REMOVING)]
     rest = sorted(set(files).difference(markers, own, [REMOVING]))
     try:
-        if is_scattered(name) or any(is_flat_file(file) and file.path == name for file in listed):
+        if layouts.is_scattered(name) or any(
+            layouts.is_flat_file(file) and file.path == name for file in listed
+        ):
             act_in_flight(store.remove, rest)
-            act_in_flight(store.remove, [own_file_of_lone(name, path) for path in own])
+            act_in_flight(store.remove, [layouts.own_file_of_lone(name, path) for path in own])
             return True
         noted = [] if markers else _note(store, name)
         if store.folders is not None:
@@ -154,7 +145,7 @@ def abandoned_uploads(
     token = held.number if held else 0
     abandoned = []
     for upload in found:
-        named = step_name(upload.path.partition("/")[0], pattern)
+        named = layouts.step_name(upload.path.partition("/")[0], pattern)
         if named is None or (number is not None and named.number != number):
             continue
         old = upload.begun_s is not None and time.time() - upload.begun_s > MAX_AGE_S
@@ -212,7 +203,7 @@ def _noted(store: Store, inspected: Inspection) -> bool:
 
 def files_digest(files: Iterable[FileInfo]) -> str:
     """A SHA-256 over the files of a step by path, each with its size and write time."""
-    saved = {f.path: [f.size, written_ms(f)] for f in files if is_saved(f.path)}
+    saved = {f.path: [f.size, written_ms(f)] for f in files if layouts.is_saved(f.path)}
     return sha256_of(canonical(saved))
 
 
@@ -409,7 +400,7 @@ class RetentionPlan:
         if not self._counted:
             return None
         newest = self._counted[0].candidate.named
-        counts = [counted_by(one.layout) for one in (named, newest)]
+        counts = [layouts.counted_by(one.layout) for one in (named, newest)]
         if counts[0] == counts[1]:
             return None
         return (
@@ -809,4 +800,4 @@ def _marked(inspected: Inspection) -> str | None:
 
 def _is_left_over(inspected: Inspection) -> bool:
     """Whether only files of ckptctl are left of a step, so its removal was interrupted."""
-    return all(is_own(file.path) for file in inspected.step.files)
+    return all(layouts.is_own(file.path) for file in inspected.step.files)
