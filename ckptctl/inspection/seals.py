@@ -172,14 +172,31 @@ def check_seal(
     if any(finding.code == "seal.bad-signature" for finding in about):
         return
     other = _changed_metadata(seal, seen)
-    if other and _is_of_another_step(seal, seen.step):
-        yield _foreign_seal(seal, seen.step)
+    is_foreign, step = _is_of_another_step(seal, seen.step), seen.step
+    if other and is_foreign:
+        yield Finding(
+            "seal.foreign",
+            SEAL,
+            f"the seal belongs to step {seal.step.number}; it proves nothing about step "
+            f"{step.number}",
+            next_command=command_line("seal", step.url, "--replace"),
+        )
         return
     if other and not _still_sealed(seal, seen):
-        yield _outdated(seal, other[0])
+        yield _about_seal(
+            "seal.outdated",
+            f"{other[0]} and the shard files that it names were written after the step was sealed "
+            f"({seal.sealed_at}): the step was saved again, and the seal does not apply to this "
+            "save",
+        )
         return
-    if not other and _is_of_another_step(seal, seen.step):
-        yield _foreign_step(seal, seen.step)
+    if is_foreign:
+        yield explained(
+            "step.foreign",
+            step.name,
+            f"the contents of this folder were sealed as step {seal.step.number}: the folder was "
+            "renamed, or copied over another step",
+        )
     yield from at_most_few(_replaced_metadata(seal, seen, path) for path in other)
     yield from at_most_few(_check_files(seal, seen))
     yield from _check_unsealed(seal, seen, requirements)
@@ -298,33 +315,6 @@ def _unwritten(seal: Seal, step: Step) -> frozenset[str]:
 def written_ms(file: FileInfo) -> int | None:
     """When a file was written, in whole milliseconds; None where the storage keeps no times."""
     return None if file.mtime_s is None else round(file.mtime_s * 1000)
-
-
-def _foreign_seal(seal: Seal, step: Step) -> Finding:
-    return Finding(
-        "seal.foreign",
-        SEAL,
-        f"the seal belongs to step {seal.step.number}; it proves nothing about step {step.number}",
-        next_command=command_line("seal", step.url, "--replace"),
-    )
-
-
-def _foreign_step(seal: Seal, step: Step) -> Finding:
-    return explained(
-        "step.foreign",
-        step.name,
-        f"the contents of this folder were sealed as step {seal.step.number}: the folder was "
-        "renamed, or copied over another step",
-    )
-
-
-def _outdated(seal: Seal, path: str) -> Finding:
-    return _about_seal(
-        "seal.outdated",
-        f"{path} and the shard files that it names were written after the step was sealed "
-        f"({seal.sealed_at}): the step was saved again, and the seal does not apply to this "
-        "save",
-    )
 
 
 def _replaced_metadata(seal: Seal, seen: InspectedStep, path: str) -> Finding:

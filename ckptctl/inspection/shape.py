@@ -59,15 +59,29 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
         yield _unfinished(marker, f"{marker} still exists: the save was interrupted")
     yield from _check_removal(step)
     yield from _check_nested(step)
-    yield from _check_stages(step)
+    for stage in layouts.missing_stages(step.parts):
+        held = ", ".join(part.path for part in step.parts)
+        message = f"pipeline stage {stage} is missing; the step holds {held}"
+        show = command_line("show", step.url)
+        yield Finding("part.missing", stage, message, next_command=show)
     last = layouts.written_last(step.layout, step.parts, step.files)
-    yield from _check_last(step, last)
+    there = {file.path for file in step.files}
+    for name in last:
+        if name not in there:
+            message = f"{name} is missing, which {step.layout} writes last"
+            yield explained("file.missing", name, message)
     yield from _check_empty(step, last)
     if not step.parts:
-        yield _no_tensors(step)
+        message = "the step's folder is empty"
+        if step.files:
+            found = counted(len(step.files), "other file")
+            message = f"the step has no metadata and no shard file, only {found}"
+        yield explained("metadata.missing", METADATA, message)
     for part in step.parts:
         if part.format in _WHAT_IT_IS:
-            yield _unsupported(step, part)
+            what, means = _WHAT_IT_IS[part.format]
+            message = f"this is {what}, not a sharded DCP checkpoint: {means}"
+            yield explained("format.unsupported", part.path or step.name, message)
 
 
 def _check_removal(step: Step) -> Iterator[Finding]:
@@ -118,30 +132,10 @@ def _unfinished(where: str, why: str) -> Finding:
     return explained("step.unfinished", where, why)
 
 
-def _check_stages(step: Step) -> Iterator[Finding]:
-    for stage in layouts.missing_stages(step.parts):
-        held = ", ".join(part.path for part in step.parts)
-        yield Finding(
-            "part.missing",
-            stage,
-            f"pipeline stage {stage} is missing; the step holds {held}",
-            next_command=command_line("show", step.url),
-        )
-
-
-def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
-    there = {file.path for file in step.files}
-    for name in last:
-        if name in there:
-            continue
-        yield explained("file.missing", name, f"{name} is missing, which {step.layout} writes last")
-
-
 def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
-    are_rank_files = step.has_rank_files
     for file in sidecars_of(step):
         is_needed = file.path in last or kind_of_file(step.layout, file.path) is not None
-        is_needed |= are_rank_files and is_archive(file.path)
+        is_needed |= step.has_rank_files and is_archive(file.path)
         if is_needed and file.size == 0 and file.kind == "file":
             yield empty_file(step, file.path)
 
@@ -163,27 +157,6 @@ def missing_file(
     return Finding("file.missing", where, message, expected, found, command_line("show", step.url))
 
 
-def _no_tensors(step: Step) -> Finding:
-    n_files = len(step.files)
-    found = counted(n_files, "other file") if n_files else "nothing"
-    return explained(
-        "metadata.missing",
-        layouts.METADATA,
-        f"the step has no metadata and no shard file, only {found}"
-        if n_files
-        else "the step's folder is empty",
-    )
-
-
-def _unsupported(step: Step, part: Part) -> Finding:
-    what, means = _WHAT_IT_IS[part.format]
-    return explained(
-        "format.unsupported",
-        part.path or step.name,
-        f"this is {what}, not a sharded DCP checkpoint: {means}",
-    )
-
-
 def check_unchanged(
     url: str, first: Sequence[FileInfo], now: Sequence[FileInfo]
 ) -> Iterator[Finding]:
@@ -192,8 +165,9 @@ def check_unchanged(
     Names, sizes, times and identities are compared. What ckptctl itself writes does
     not count.
     """
-    before = _comparable(first)
-    after = _comparable(now)
+    before, after = (
+        {file.path: file for file in files if layouts.is_saved(file.path)} for files in (first, now)
+    )
     differing = sorted(
         name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
     )
@@ -209,10 +183,6 @@ def check_unchanged(
         found=_described(after.get(name)),
         next_command=command_line("verify", url),
     )
-
-
-def _comparable(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
-    return {file.path: file for file in files if layouts.is_saved(file.path)}
 
 
 def _described(file: FileInfo | None) -> str:

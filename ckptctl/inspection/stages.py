@@ -210,17 +210,6 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
         yield from check_part_coverage(part.metadata, part.path)
 
 
-def _tensors_in_headers(opened: OpenStep) -> dict[str, object]:
-    """What the safetensors files of a step hold, by path; damaged ones are left out."""
-    held = {
-        part.in_step(path): tensors_in_header(header)
-        for outer in opened.parts
-        for part in outer.safetensors
-        for path, header in part.headers.items()
-    }
-    return {path: tensors for path, tensors in held.items() if tensors is not None}
-
-
 def inspect_safetensors(
     store: Store, folder: str, part: Part, headers: Mapping[str, bytes] | None = None
 ) -> Iterator[Finding]:
@@ -287,15 +276,11 @@ def gone(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare names, and a few records of each shard file, with those of the step before."""
-    if not context.is_deep:
-        return
-    for part in opened.parts:
-        if part.part.format is PartFormat.RANK_FILES:
+    for part in opened.parts if context.is_deep else ():
+        are_records = part.part.format is not PartFormat.RANK_FILES
+        if not are_records or part.path in context.readable:
             yield from check_renamed(opened, part)
-            continue
-        if part.path in context.readable:
-            yield from check_renamed(opened, part)
-        if part.path in context.sound:
+        if are_records and part.path in context.sound:
             yield from check_step_before(opened, part)
 
 
@@ -318,7 +303,13 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         claims_further(step, part.own_number) for part in opened.parts
     )
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
-    contents = _tensors_in_headers(opened)
+    headers = {
+        held.in_step(path): tensors_in_header(header)
+        for part in opened.parts
+        for held in part.safetensors
+        for path, header in held.headers.items()
+    }
+    contents: dict[str, object] = {p: held for p, held in headers.items() if held is not None}
     if opened.beside is not None:
         sidecars = (*sidecars, opened.beside.file)
         if opened.beside.content is not None:
@@ -511,9 +502,8 @@ def seal_compared(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         return
     seal = context.notes.seal
     undecided = verdict_of(context.findings) in (Verdict.COMPLETE, Verdict.UNVERIFIABLE)
-    if seal is None or not undecided or context.places("seal.required"):
-        return
-    if context.content is not None and context.content.whole:
+    is_compared = context.content is not None and context.content.whole
+    if seal is None or is_compared or not undecided or context.places("seal.required"):
         return
     why_not = _not_by_store(seal, context)
     if why_not is not None:
@@ -682,8 +672,8 @@ def stale_sizes(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Findi
         except PathNotFound:
             continue
         # A file that grows meanwhile is longer in a second listing, too.
-        again = next((file for file in opened.list_again() if file.path == where), None)
-        if again is not None and again.size <= size:
+        sizes = {file.path: file.size for file in opened.list_again()}
+        if sizes.get(where, size + 1) <= size:
             what = f"a listing shows {size:,} bytes of {where}, and it has more"
             yield _unknown(opened.step, where, what)
             return
@@ -725,9 +715,5 @@ def _not_listed(step: Step, where: str) -> Finding:
 
 
 def _unknown(step: Step, where: str, what: str) -> Finding:
-    return Finding(
-        "step.unknown",
-        where,
-        f"{what}: the storage contradicts itself, and nothing is known about the step",
-        next_command=command_line("verify", step.url),
-    )
+    message = f"{what}: the storage contradicts itself, and nothing is known about the step"
+    return Finding("step.unknown", where, message, next_command=command_line("verify", step.url))
