@@ -15,9 +15,8 @@ from itertools import islice, pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
-from ckptctl.findings import Finding
+from ckptctl.findings import Claim, ClaimName, Finding
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file

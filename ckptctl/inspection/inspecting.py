@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import (
     AccessDenied,
     LinkNotFollowed,
@@ -30,6 +29,9 @@ from ckptctl.findings import (
     CODES,
     NEVER_FINISHED,
     NOTHING_PROVEN,
+    Claim,
+    ClaimName,
+    ClaimState,
     Finding,
     Report,
     Verdict,

@@ -14,8 +14,7 @@ from itertools import islice, pairwise
 
 import msgspec
 
-from ckptctl.claims import Claim, ClaimName
-from ckptctl.findings import Finding, explained
+from ckptctl.findings import Claim, ClaimName, Finding, explained
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ckptctl.claims import Claim
 from ckptctl.errors import ObjectArchived, PathNotFound
-from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
+from ckptctl.findings import NEVER_FINISHED, ByStore, Claim, Finding, Severity, Verdict, verdict_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match

@@ -21,9 +21,8 @@ from math import prod
 
 import msgspec
 
-from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
-from ckptctl.findings import Finding, explained
+from ckptctl.findings import Claim, ClaimName, Finding, explained
 from ckptctl.formats.families import key_of, named_families
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.manifest import MANIFEST, Manifest

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.findings import Finding, Report, Verdict
+from ckptctl.findings import Claim, ClaimName, ClaimState, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, counted_by, is_of_one_attempt
 from ckptctl.formats.own.documents import BranchDocument, LeftBehind
 from ckptctl.formats.own.files import as_stored, read_back, utc_now

@@ -32,8 +32,7 @@ from ckptctl.options import (
 from ckptctl.selection.candidates import CachingInspector, Candidate
 from ckptctl.selection.choosing import refusal
 from ckptctl.selection.empty_roots import check_has_steps
-from ckptctl.selection.fencing import holder
-from ckptctl.selection.history import resumed_from
+from ckptctl.selection.history import holder, resumed_from
 from ckptctl.selection.retention import (
     NotCounted,
     OnInspected,

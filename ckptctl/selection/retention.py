@@ -36,7 +36,6 @@ from functools import cached_property, partial
 from itertools import islice
 
 from ckptctl import __version__
-from ckptctl.claims import ClaimName
 from ckptctl.errors import (
     AccessDenied,
     CkptctlError,
@@ -46,7 +45,7 @@ from ckptctl.errors import (
     StorageFull,
     StorageUnavailable,
 )
-from ckptctl.findings import Report, Verdict
+from ckptctl.findings import ClaimName, Report, Verdict
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER, REMOVING, StepName
@@ -70,7 +69,7 @@ from ckptctl.selection.choosing import (
     refusal,
     why_not,
 )
-from ckptctl.selection.fencing import holder
+from ckptctl.selection.history import holder
 from ckptctl.selection.roots import moved_aside, neighbours_of, pointed_steps
 from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import NotSupported, Store, StoreKind, TooLarge, Upload

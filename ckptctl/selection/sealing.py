@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptctl import __version__
-from ckptctl.claims import ClaimName
 from ckptctl.errors import AccessDenied, AlreadyExists, OptionError, PathNotFound, UsageError
-from ckptctl.findings import Finding, Report, Severity, Verdict
+from ckptctl.findings import ClaimName, Finding, Report, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, can_compute, checksumming
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.files import MAX_STRING, time_now

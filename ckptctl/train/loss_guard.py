@@ -23,7 +23,7 @@ from ckptctl.options import (
     StorageOptions,
     options_from,
 )
-from ckptctl.selection.fencing import check_token, held_token
+from ckptctl.selection.history import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import join_url, open_store

@@ -48,8 +48,7 @@ from ckptctl.inspection.seals import written_ms
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements, TrainOptions
 from ckptctl.records.byte_pass import Limits
-from ckptctl.selection.fencing import check_token
-from ckptctl.selection.history import check_sentinel
+from ckptctl.selection.history import check_sentinel, check_token
 from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import bound, digested, digests_for, identity_of, is_sealed
