@@ -135,10 +135,9 @@ def inspect_step(
                 context.findings += [*stage(opened, context)]
         report = report_on(opened, context)
     except (StorageError, MemoryError) as error:
-        failed = inspection_failed(opened, error)
-        context.level = asked
-        report = report_failed(opened.listed, context, failed)
-        return Inspection(report, opened.listed, opened)
+        failed, step = inspection_failed(opened, error), opened.listed
+        report = _report(step, (), StageContext(requirements, asked), [failed])
+        return Inspection(replace(report, claims=nothing_proven(failed)), step, opened)
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
 
@@ -235,12 +234,6 @@ def report_on(opened: OpenStep, context: StageContext) -> Report:
     findings = [*_in_flight(opened, settled(context), context.requirements.grace_s)]
     report = _report(opened.step, opened.parts, context, findings)
     return replace(report, claims=claims_of(opened, context, report.findings))
-
-
-def report_failed(step: Step, context: StageContext, failed: Finding) -> Report:
-    """The report on a step that could not be inspected: `failed` is the reason."""
-    blank = StageContext(context.requirements, context.level)
-    return replace(_report(step, (), blank, [failed]), claims=nothing_proven(failed))
 
 
 def _report(
@@ -427,22 +420,29 @@ def nothing_proven(failed: Finding) -> tuple[Claim, ...]:
 
 def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
     """What proves each claim, as if no finding spoke against it."""
-    yield _whole(opened, context)
+    is_sealed, held = context.notes.seal is not None, context.state.held
+    if is_sealed:
+        yield Claim.proven(ClaimName.WHOLE, _SEAL)
+    elif context.wholeness is None:
+        yield Claim.unknown(ClaimName.WHOLE, "the files of the step were not compared")
+    else:
+        yield context.wholeness.claim(opened, ranks_counted=context.ranks_counted)
     yield _bytes(opened, context)
     yield context.one_save or Claim.unknown(
         ClaimName.ONE_SAVE, "the parts were not compared", command_line("seal", opened.url)
     )
-    yield _identity(opened, context)
-    yield _state(context)
-    yield Claim.unknown(ClaimName.BRANCH, "the other steps of the root were not compared", None)
-
-
-def _whole(opened: OpenStep, context: StageContext) -> Claim:
-    if context.notes.seal is not None:
-        return Claim.proven(ClaimName.WHOLE, _SEAL)
-    if context.wholeness is None:
-        return Claim.unknown(ClaimName.WHOLE, "the files of the step were not compared", None)
-    return context.wholeness.claim(opened, ranks_counted=context.ranks_counted)
+    if opened.step.number is None:
+        yield Claim.unknown(ClaimName.IDENTITY, "its name states no step")
+    elif is_sealed:
+        yield Claim.proven(ClaimName.IDENTITY, _SEAL)
+    else:
+        yield context.identity or Claim.unknown(ClaimName.IDENTITY, "no count was compared")
+    if held:
+        yield Claim.proven(ClaimName.STATE, ", ".join(held))
+    else:
+        why = "no train state is recognized"
+        yield Claim.unknown(ClaimName.STATE, why, "--state KIND=KEY")
+    yield Claim.unknown(ClaimName.BRANCH, "the other steps of the root were not compared")
 
 
 def _bytes(opened: OpenStep, context: StageContext) -> Claim:
@@ -477,18 +477,3 @@ def _without_checksum(opened: OpenStep) -> list[str]:
         and not (file.path in read or file.path.endswith(".json"))
         and not file_holds_no_state(file.path)
     ]
-
-
-def _identity(opened: OpenStep, context: StageContext) -> Claim:
-    if opened.step.number is None:
-        return Claim.unknown(ClaimName.IDENTITY, "its name states no step")
-    if context.notes.seal is not None:
-        return Claim.proven(ClaimName.IDENTITY, _SEAL)
-    return context.identity or Claim.unknown(ClaimName.IDENTITY, "no count was compared", None)
-
-
-def _state(context: StageContext) -> Claim:
-    held = context.state.held
-    if not held:
-        return Claim.unknown(ClaimName.STATE, "no train state is recognized", "--state KIND=KEY")
-    return Claim.proven(ClaimName.STATE, ", ".join(held))

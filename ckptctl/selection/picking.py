@@ -233,18 +233,9 @@ def pick_step(
 def requested(roots: Roots, report: Report | None) -> Pick:
     """The answer where a person named the step, or None for a run from step 0."""
     message = "a run from step 0" if report is None else f"resume from step {step_in_words(report)}"
-    return Pick(
-        answer=Answer.FRESH if report is None else Answer.FOUND,
-        roots=roots.urls,
-        chosen=report,
-        passed_over=(),
-        findings=(),
-        level=None if report is None else report.level,
-        level_reason=None,
-        message=message,
-        exit_code=0,
-        next_command=None,
-    )
+    answer = Answer.FRESH if report is None else Answer.FOUND
+    level = None if report is None else report.level
+    return Pick(answer, roots.urls, report, (), (), level, None, message, 0, None)
 
 
 def answer_of(
@@ -518,23 +509,22 @@ def _newest_sound(search: Search) -> str:
     """Which step is sound although none is chosen, or that there is none."""
     level = search.passed_over[-1].report.level.value
     further = search.further
-    if further is None or not (further.chosen or further.passed_over):
-        whole = [one for one in search.passed_over if one.report.verdict is Verdict.COMPLETE]
-        if whole:
-            return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
-        return f"no step is sound at {level}"
-    over = (one.report for one in further.passed_over)
-    unknown = [report.number for report in over if report.verdict is Verdict.UNKNOWN]
-    uninspected = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
-    whole = [one for one in further.passed_over if one.report.verdict is Verdict.COMPLETE]
-    if further.chosen is None and whole:
+    is_further = further is not None and (further.chosen or further.passed_over)
+    last = further if further is not None and is_further else search
+    reports = [one.report for one in last.passed_over]
+    whole = [one for one in last.passed_over if one.report.verdict is Verdict.COMPLETE]
+    if whole and (last is search or last.chosen is None):
         return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
-    if further.chosen is not None:
-        found = further.chosen
+    if last is search:
+        return f"no step is sound at {level}"
+    unknown = [report.number for report in reports if report.verdict is Verdict.UNKNOWN]
+    uninspected = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
+    found = last.chosen
+    if found is not None:
         return (
             f"the newest step that is sound at {found.level.value} is {found.number}{uninspected}"
         )
-    n_over = len(further.passed_over)
+    n_over = len(reports)
     before = (
         f"none of the {n_over} steps before them is" if n_over > 1 else "the step before is not"
     )
@@ -605,8 +595,8 @@ def scan(
         chosen, next_command = answer.chosen, answer.next_command
         if chosen is not None:
             deeper = chosen.level.deeper
-            verify = ("verify", chosen.url, "--level", deeper.value) if deeper else None
-            next_command = command_line(*verify) if verify else None
+            verify = ("verify", chosen.url, "--level")
+            next_command = command_line(*verify, deeper.value) if deeper else None
         return Scan(
             root=done.roots.first,
             exists=any(root.listing.exists for root in done.opened_roots),
