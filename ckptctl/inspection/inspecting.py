@@ -240,6 +240,7 @@ def _report(
     step: Step, parts: Sequence[OpenPart], context: StageContext, findings: Sequence[Finding]
 ) -> Report:
     requirements, state = context.requirements, context.state
+    allowed = set(requirements.allow_globals)
     seal = context.notes.seal
     signature = seal.signature if seal else None
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
@@ -303,7 +304,9 @@ def _report(
         values_scanned=proven.n_values,
         pickles_read=context.pickles.n_read if context.pickles else 0,
         pickles_unread=context.pickles.n_unread if context.pickles else 0,
-        allowed_globals=context.pickles.allowed if context.pickles else (),
+        allowed_globals=tuple(sorted(allowed.intersection(context.pickles.unknown)))
+        if context.pickles
+        else (),
         by_store=context.by_store,
     )
 

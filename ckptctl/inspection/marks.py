@@ -32,7 +32,7 @@ from ckptctl.formats.own.marks import (
     named_word,
     parse_mark,
 )
-from ckptctl.model import FileInfo, Step
+from ckptctl.model import Step
 from ckptctl.storage.contract import Span
 from ckptctl.storage.files import append_line
 from ckptctl.storage.opening import absolute_url
@@ -66,7 +66,13 @@ def read_marks(opened: OpenStep) -> ReadMarks:
     order = sorted(newest, key=lambda file: named_word(file.path) not in _RULES_OUT)
     read = [f for f in order[:MAX_MARKS] if f.kind == "file" and f.size <= MAX_MARK_BYTES]
     marks: list[Mark] = []
-    unread = {file.path: _why_not_read(file) for file in files if file not in read}
+    unread = {
+        file.path: f"{file.size:,} bytes, or one of too many marks; it was not read"
+        if file.kind == "file"
+        else f"it is {file.what}, not a file; it was not opened"
+        for file in files
+        if file not in read
+    }
     spans = (Span(opened.in_store(file.path), 0, file.size) for file in read)
     for file, (_, data) in zip(read, opened.store.read_spans(spans), strict=True):
         try:
@@ -106,12 +112,6 @@ def _by_name(
         metadata=current,
         lifts=lifts,
     )
-
-
-def _why_not_read(file: FileInfo) -> str:
-    if file.kind != "file":
-        return f"it is {file.what}, not a file; it was not opened"
-    return f"{file.size:,} bytes, or one of too many marks; it was not read"
 
 
 def unusable(code: str, where: str, what: str, why: str) -> Finding:

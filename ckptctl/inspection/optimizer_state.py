@@ -112,7 +112,13 @@ def check_optimizer_state(
     if limits is not None:
         scanned |= _in_files(opened, limits)
     if not scanned:
-        yield _unseen(opened)
+        yield Finding(
+            "optimizer.unseen",
+            "",
+            "no tensor that an optimizer keeps was read: the step has none, or its optimizer names "
+            "them otherwise",
+            next_command=command_line("show", opened.url, "--tensors"),
+        )
         return
     yield from _zero(opened, scanned, train_step)
     negative = [n for n, one in scanned.items() if is_square(n) and one.n_negative]
@@ -127,16 +133,6 @@ def check_optimizer_state(
     for part in parts:
         yield from _other_shape(part)
         yield from _compared(opened, part, scanned)
-
-
-def _unseen(opened: OpenStep) -> Finding:
-    return Finding(
-        "optimizer.unseen",
-        "",
-        "no tensor that an optimizer keeps was read: the step has none, or its optimizer names "
-        "them otherwise",
-        next_command=command_line("show", opened.url, "--tensors"),
-    )
 
 
 class _ScanRun:
@@ -449,12 +445,9 @@ def _same_squares(now: Metadata, then: Metadata) -> Iterator[tuple[str, int]]:
         if any(one is None or one.shape or one.dtype not in _STEP_FORMS for one in counts):
             continue
         for number, chunk in enumerate(entry.chunks):
-            if number < len(same.chunks) and _place(same, number) == (chunk.offsets, chunk.sizes):
+            before = same.chunks[number] if number < len(same.chunks) else None
+            if before and (before.offsets, before.sizes) == (chunk.offsets, chunk.sizes):
                 yield fqn, number
-
-
-def _place(entry: TensorEntry, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return entry.chunks.offsets_of(number), entry.chunks.sizes_of(number)
 
 
 def _least_decay(reader: _TensorReader) -> float | None:

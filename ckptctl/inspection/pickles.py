@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -75,29 +75,13 @@ _NEVER_UNPICKLED = (
 """Files that no framework unpickles, by their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class PickleInspection:
-    """What reading the pickles of a step found.
-
-    `findings` are `file.unsafe`, `record.unsafe` and `pickle.unknown`. `n_unread` pickles were
-    not read at this level; `allowed` are the unknown globals that the caller allows.
-    """
-
-    findings: tuple[Finding, ...]
-    n_read: int
-    n_unread: int
-    allowed: tuple[str, ...]
-
-
-def inspect_pickles(
-    opened: OpenStep, allowed: Iterable[str], *, is_deep: bool, reads_files: bool
-) -> PickleInspection:
+def inspect_pickles(opened: OpenStep, *, is_deep: bool, reads_files: bool) -> PickleReader:
     """Read the pickles of a step, as far as the level reads them.
 
     Storage errors pass through. Cost: of each bytes entry, rank file and other file its head and
     its tail, merged as `open_records` does, and the rest of a pickle that is longer.
     """
-    reader = _PickleReader(opened)
+    reader = PickleReader(opened)
     for part in opened.parts:
         if part.part.format in SHARDED:
             reader.read_part(part, read=is_deep)
@@ -115,7 +99,7 @@ def inspect_pickles(
     reader.read_files(archives, read=is_deep)
     reader.read_files(others[:MAX_OTHER_FILES], read=reads_files)
     reader.n_unread += len(others[MAX_OTHER_FILES:])
-    return reader.result(frozenset(allowed))
+    return reader
 
 
 def _files_to_read(opened: OpenStep) -> Sequence[FileInfo]:
@@ -131,8 +115,8 @@ def _files_to_read(opened: OpenStep) -> Sequence[FileInfo]:
 
 
 @dataclass(slots=True)
-class _PickleReader:
-    """What was read of the pickles of one step so far."""
+class PickleReader:
+    """What was read of the pickles of one step so far; `n_unread` were not read at this level."""
 
     opened: OpenStep
     n_read: int = 0
@@ -304,11 +288,13 @@ class _PickleReader:
             for name in unknown:
                 self.unknown[name].append(where)
 
-    def result(self, allowed: frozenset[str]) -> PickleInspection:
-        """The findings: one for each file that would run code, and for each unknown global."""
-        found = [*at_most_few(self._unsafe()), *at_most_few(self._unknown(allowed))]
-        met = tuple(sorted(allowed & self.unknown.keys()))
-        return PickleInspection(tuple(found), self.n_read, self.n_unread, met)
+    def findings(self, allowed: Collection[str]) -> Iterator[Finding]:
+        """Yield `file.unsafe` and `record.unsafe` by file, and `pickle.unknown` by global.
+
+        The unknown globals among `allowed` have none.
+        """
+        yield from at_most_few(self._unsafe())
+        yield from at_most_few(self._unknown(allowed))
 
     def _unsafe(self) -> Iterator[Finding]:
         for (where, code), reasons in sorted(self.unsafe.items()):
@@ -326,7 +312,7 @@ class _PickleReader:
                 "who wrote it",
             )
 
-    def _unknown(self, allowed: frozenset[str]) -> Iterator[Finding]:
+    def _unknown(self, allowed: Collection[str]) -> Iterator[Finding]:
         for path in sorted(set(self.too_long)):
             yield explained(
                 "pickle.unknown",

@@ -67,8 +67,7 @@ def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Itera
     alone = [path for path in archives if path[: path.rfind("/") + 1] not in indexed]
     yield from [*check_numbers(alone)] or _without_index(step, alone)
     if not (_names_weights(step, part) or _unknown_archives(step, archives)):
-        message = "no file of the step holds the model's weights"
-        yield missing_file(step, "", message)
+        yield missing_file(step, "", "no file of the step holds the model's weights")
 
 
 def may_hold_weights(step: Step, part: Part, archives: Collection[str]) -> bool:
@@ -97,11 +96,8 @@ def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
     found = (re.fullmatch(TABLES.torch_shard, path) for path in archives)
     for model in sorted({match["model"] for match in found if match}):
         index = f"{model}.bin.index.json"
-        yield missing_file(
-            step,
-            index,
-            f"{index} is missing: without it no load finds the files of the model",
-        )
+        message = f"{index} is missing: without it no load finds the files of the model"
+        yield missing_file(step, index, message)
 
 
 def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Iterator[Finding]:
@@ -121,33 +117,18 @@ def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Itera
             continue
         named = content.decode("utf-8", "replace").strip()
         if not any(one.startswith(f"{folder}{named}/") for one in paths):
-            yield missing_file(
-                step,
-                path,
-                f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
-                "from it",
-            )
-
-
-def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
-    """Yield `file.missing` for each parameter of the model that lacks a file.
-
-    nanotron and DeepSpeed's universal checkpoints keep files for each parameter. `contents`
-    are the decoded top levels of files, by path, and name the parameters.
-    """
-    for name, missing in _files_of_parameters(step.layout, part.files, contents):
-        yield missing_file(
-            step,
-            missing[0],
-            f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
-            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
-        )
+            folder = f"the folder {shown(named)}, which holds no file: DeepSpeed loads from it"
+            yield missing_file(step, path, f"{path} names {folder}")
 
 
 def _files_of_parameters(
     layout: str, files: Iterable[FileInfo], contents: Mapping[str, object]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """The parameters without a file that they need, each with the paths of those."""
+    """The parameters without a file that they need, each with the paths of those.
+
+    nanotron and DeepSpeed's universal checkpoints keep files for each parameter. `contents`
+    are the decoded top levels of files, by path, and name the parameters.
+    """
     held: dict[str, set[str]] = defaultdict(set)
     tops = [content for content in contents.values() if isinstance(content, Mapping)]
     if layout == "deepspeed-universal":
@@ -241,11 +222,19 @@ def _gap_in(opened: OpenStep, where: str, why: str) -> Finding:
 
 
 def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
-    """Yield `file.missing` where the content of a file states more ranks than left one.
+    """Yield `file.missing` where files state more ranks, or more parameters, than have one.
 
     `contents` are the decoded top levels of files, by path.
     """
-    yield from at_most_few(check_parameters(step, part, contents))
+    yield from at_most_few(
+        missing_file(
+            step,
+            missing[0],
+            f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
+            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
+        )
+        for name, missing in _files_of_parameters(step.layout, part.files, contents)
+    )
     stated = stated_ranks(step, contents)
     if stated:
         found = grids_of(part.files, step.layout, stated)
@@ -401,8 +390,7 @@ def check_saved_world_size(
     framework names are checked by `inspection.whole`.
     """
     for part in parts:
-        counts = [grid.n_ranks or 0 for grid in part.grids if grid.is_named]
-        n_ranks = max(counts, default=0)
+        n_ranks = max((grid.n_ranks or 0 for grid in part.grids if grid.is_named), default=0)
         if 0 < n_ranks < expected:
             yield _too_few("the step", f"files of {n_ranks} ranks", expected, part.path, url)
         elif n_ranks > expected:
@@ -436,12 +424,8 @@ def _too_many(n_ranks: int, expected: int, where: str, url: str) -> Finding:
 
 
 def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Finding:
-    return Finding(
-        "shard.missing",
-        where,
-        f"{expected} ranks wrote the step, but in {what} there is {found}",
-        next_command=command_line("verify", url),
-    )
+    message = f"{expected} ranks wrote the step, but in {what} there is {found}"
+    return Finding("shard.missing", where, message, next_command=command_line("verify", url))
 
 
 def check_world_size(

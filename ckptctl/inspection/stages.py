@@ -26,7 +26,7 @@ from ckptctl.inspection.file_kinds import check_gone, check_owners
 from ckptctl.inspection.identity import check_counts, decide_identity, number_in_metadata
 from ckptctl.inspection.one_save import check_one_save
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
+from ckptctl.inspection.pickles import PickleReader, inspect_pickles
 from ckptctl.inspection.predecessor import check_renamed, check_step_before
 from ckptctl.inspection.presence import (
     check_holds_anything,
@@ -109,7 +109,7 @@ class StageContext:
     notes: Notes = NOTHING_NOTED
     content: ContentInspection | None = None
     by_store: ByStore | None = None
-    pickles: PickleInspection | None = None
+    pickles: PickleReader | None = None
     identity: Claim | None = None
     wholeness: Wholeness | None = None
     one_save: Claim | None = None
@@ -286,12 +286,9 @@ def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find what would run code where the pickles of the step are loaded."""
     context.pickles = inspect_pickles(
-        opened,
-        context.requirements.allow_globals,
-        is_deep=context.is_deep,
-        reads_files=context.reads_small_files(opened),
+        opened, is_deep=context.is_deep, reads_files=context.reads_small_files(opened)
     )
-    yield from context.pickles.findings
+    yield from context.pickles.findings(context.requirements.allow_globals)
 
 
 def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:

@@ -108,13 +108,11 @@ def write_order(
     later = tuple(one for one in lower if one.first_s > own.weights_s)
     if not later:
         return WriteOrder(BranchState.CURRENT, _in_order(own, lower, n_not_compared), own)
-    state = _state_of(own, lower, later)
-    made = WriteOrder(state, _unknown(""), own, later)
-    if state is BranchState.WENT_BACK:
-        return msgspec.structs.replace(
-            made, claim=Claim(ClaimName.BRANCH, ClaimState.CONTRADICTED, made.why)
-        )
-    return msgspec.structs.replace(made, claim=_unknown(f"{made.why}; a copy may have done so"))
+    order = WriteOrder(_state_of(own, lower, later), _unknown(""), own, later)
+    claim = _unknown(f"{order.why}; a copy may have done so")
+    if order.state is BranchState.WENT_BACK:
+        claim = Claim(ClaimName.BRANCH, ClaimState.CONTRADICTED, order.why)
+    return msgspec.structs.replace(order, claim=claim)
 
 
 def _state_of(
@@ -122,14 +120,11 @@ def _state_of(
 ) -> BranchState:
     if not are_apart(own, later[0]):
         return BranchState.COPIED
-    if len(later) > 1:
-        # A copy that was interrupted and continued has one gap; a run has one before each save.
-        if not is_of_training([own, *later], by_number=False):
-            return BranchState.DOUBTFUL
-    else:
-        earlier = [one for one in lower if one.first_s <= own.weights_s]
-        if not is_of_training([*earlier, own], by_number=False):
-            return BranchState.DOUBTFUL
+    # A copy that was interrupted and continued has one gap; a run has one before each save.
+    earlier = [one for one in lower if one.first_s <= own.weights_s]
+    in_order = [own, *later] if len(later) > 1 else [*earlier, own]
+    if not is_of_training(in_order, by_number=False):
+        return BranchState.DOUBTFUL
     numbers = [one.number for one in sorted([*lower, own], key=_written)]
     n_turns = sum(later < earlier for earlier, later in pairwise(numbers))
     if n_turns > max(1, len(lower) // 4):

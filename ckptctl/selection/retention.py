@@ -335,10 +335,7 @@ class RetentionPlan:
         self._decisions: dict[str, PruneDecision] = {}
         # Listed before anything is removed: an error here must not hide a removal.
         self._set_aside = [
-            (
-                named,
-                self._at_listing(OpenStep(root.store, named)),
-            )
+            (named, self._at_listing(OpenStep(root.store, named)))
             for named in moved_aside(root.store)
         ]
         self.n_to_read = 0
@@ -510,9 +507,7 @@ class RetentionPlan:
         A copy under another number, alone beside one other step, is contradicted by nothing.
         """
         claim = report.claim(ClaimName.IDENTITY)
-        if report.seal or claim.is_proven:
-            return None
-        if not self._has_proven_number:
+        if report.seal or claim.is_proven or not self._has_proven_number:
             return None
         why = f"identity is not proven ({claim.by}), and that of other steps is"
         return NotCounted(why, Remedy.SEAL)
@@ -576,7 +571,15 @@ class RetentionPlan:
             self._decisions[name] = self._decision(
                 inspected, stays or f"older than the {what}", removed=not stays
             )
-        self._remove_aside(f"moved aside, and older than the {what}", remove)
+        for named, inspected in self._set_aside:  # replaced, which only a person would use
+            if self._is_older(named):
+                stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
+                decision = self._decision(
+                    inspected,
+                    stays or f"moved aside, and older than the {what}",
+                    removed=not stays,
+                )
+                self._decisions[inspected.step.name] = decision
 
     def _removed(
         self, inspected: Inspection, remove: Remove | None, keeps: Callable[[], str | None]
@@ -712,14 +715,6 @@ class RetentionPlan:
             and (candidate.root_index != 0 or candidate.named.name not in gone)
         )
         return list(islice(older, MAX_PREDECESSORS))
-
-    def _remove_aside(self, reason: str, remove: Remove | None) -> None:
-        """Remove replaced steps, which only a person would use."""
-        for named, inspected in self._set_aside:
-            if self._is_older(named):
-                stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
-                decision = self._decision(inspected, stays or reason, removed=not stays)
-                self._decisions[inspected.step.name] = decision
 
     def _decision(
         self, inspected: Inspection, reason: str, *, removed: bool = False

@@ -34,7 +34,6 @@ from ckptctl.model import (
     PartFormat,
     StepNumber,
     StepUrl,
-    TensorEntry,
     TrainState,
     WorldSize,
 )
@@ -408,14 +407,9 @@ def _tensors(part: OpenPart, mapped: StateMap) -> Iterator[TensorRow]:
         for fqn, entry in metadata.tensors.items():
             if fqn not in seen:
                 seen.add(fqn)
-                yield TensorRow(
-                    fqn,
-                    entry.dtype,
-                    entry.shape,
-                    len(entry.chunks),
-                    _n_bytes(entry),
-                    kinds[fqn].names[0],
-                )
+                n_bytes = prod(entry.shape) * DTYPE_SIZES.get(entry.dtype, 1)
+                kind, n_chunks = kinds[fqn].names[0], len(entry.chunks)
+                yield TensorRow(fqn, entry.dtype, entry.shape, n_chunks, n_bytes, kind)
 
 
 def _n_params(tensors: Sequence[TensorRow]) -> int | None:
@@ -431,10 +425,6 @@ def _n_params(tensors: Sequence[TensorRow]) -> int | None:
         if row.kind == "model":
             shapes[key] = row.whole_shape or row.shape
     return sum(map(prod, shapes.values()))
-
-
-def _n_bytes(entry: TensorEntry) -> int:
-    return prod(entry.shape) * DTYPE_SIZES.get(entry.dtype, 1)
 
 
 def _shards(part: OpenPart) -> Iterator[ShardRow]:
