@@ -48,11 +48,7 @@ class Counter(NamedTuple):
 
 
 def decide_identity(
-    opened: OpenStep,
-    state: StatePart,
-    count_of: CountOf,
-    *,
-    reads_optimizer: bool,
+    opened: OpenStep, state: StatePart, count_of: CountOf, *, reads_optimizer: bool
 ) -> tuple[list[Finding], Claim]:
     """Compare the counts of the train state, the metadata and the optimizer with the name.
 
@@ -243,9 +239,7 @@ def _of_name(why: str, opened: OpenStep) -> Claim:
 
 
 def counts_beside(
-    opened: OpenStep,
-    count_of: CountOf,
-    numbers: Collection[int] | None = None,
+    opened: OpenStep, count_of: CountOf, numbers: Collection[int] | None = None
 ) -> Iterator[tuple[int, int]]:
     """What the steps beside count, by their numbers: of all that are compared, or of `numbers`."""
     for names in (opened.neighbours.older, opened.neighbours.newer):

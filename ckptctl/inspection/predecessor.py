@@ -23,10 +23,7 @@ from math import prod
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    StepName,
-)
+from ckptctl.formats.frameworks.layouts import METADATA, StepName
 from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, leaves_of
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.identity import path_then
@@ -166,12 +163,6 @@ class StaleShardCheck:
                 numbers = tuple(alone.values())
                 has_moments = any(self._of_number[n].is_moment for n in numbers)
                 yield StaleShard(file, len(by_file[file]), numbers, has_moments, n_mixed)
-
-
-def has_moved(one: StaleShard, before: Crcs, still_before: Crcs) -> bool:
-    """Whether what is unchanged now had changed in the step before: then it is not frozen."""
-    known = [n for n in one.numbers if n in still_before]
-    return len(known) >= MIN_TENSORS and all(before[n] != still_before[n] for n in known)
 
 
 def stale(
@@ -314,23 +305,21 @@ def check_step_before(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     if not suspects:
         return
     try:
-        before = before.with_more(part, check.closer(suspects, before.crcs))
+        closer = check.closer(suspects, before.crcs)
+        folder = _folder(before.opened, part)
+        before.crcs.update(_crcs(folder, before.metadata, part, closer))
     except (StorageError, MemoryError):
         return
     found = check.confirmed(suspects, before.crcs)
-    unproven = [one for one in found if not one.has_moments]
-    still_before = None
-    if unproven:
-        numbers = [number for one in unproven for number in one.numbers]
-        still_before = _compared(steps, part, numbers)
+    numbers = [number for one in found if not one.has_moments for number in one.numbers]
+    still_before = _compared(steps, part, numbers) if numbers else None
+    earlier_crcs = {} if still_before is None else still_before.crcs
     moved = {part.ranges.files[n] for n, crc in before.crcs.items() if crc != part.crcs[n]}
     for one in found:
-        proven = one.has_moments or (
-            one.n_mixed == 0
-            and still_before is not None
-            and has_moved(one, before.crcs, still_before.crcs)
-        )
-        if proven:
+        # What is unchanged now and had changed in the step before is not frozen.
+        known = [n for n in one.numbers if n in earlier_crcs]
+        had_moved = all(before.crcs[n] != earlier_crcs[n] for n in known)
+        if one.has_moments or (one.n_mixed == 0 and len(known) >= MIN_TENSORS and had_moved):
             command = command_line("diff", before.opened.url, opened.url, "--values")
             yield stale(part.ranges, one, len(moved), part.path, before.opened.name, command)
 
@@ -342,11 +331,6 @@ class Before:
     opened: OpenStep
     metadata: Metadata
     crcs: dict[int, int]
-
-    def with_more(self, part: OpenPart, numbers: Iterable[int]) -> Before:
-        """The same with the checksums of more records."""
-        more = _crcs(_folder(self.opened, part), self.metadata, part, numbers)
-        return Before(self.opened, self.metadata, {**self.crcs, **more})
 
 
 def compared_before(part: OpenPart, numbers: Sequence[int]) -> Before | None:

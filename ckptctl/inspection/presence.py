@@ -199,12 +199,18 @@ def _check_files(
             message = f"the path {reason}; torch would follow it for {_lost(ranges, numbers)}"
             yield Finding("path.escape", where, message)
             continue
-        if file is None:
-            yield Finding("shard.missing", where, f"{_lost(ranges, numbers)} cannot be read")
-        elif file.kind != "file":
-            yield from _check_kind(ranges, numbers, file, where)
-        else:
+        if file is not None and file.kind == "file":
             yield from _check_extents(ranges, numbers, file, where, tiled=tiled)
+            continue
+        lost = _lost(ranges, numbers)
+        if file is None or file.kind == "dir":
+            what = "" if file is None else "it is a folder; "
+            yield Finding("shard.missing", where, f"{what}{lost} cannot be read")
+        else:
+            is_link = file.kind == "link"
+            what = f"is a link to {file.link}" if is_link else "is not a regular file"
+            message = f"it {what}, which is not followed; {lost} not inspected"
+            yield Finding("path.escape", where, message)
 
 
 def _ends_in_order(ranges: Ranges) -> Sequence[int | None]:
@@ -216,22 +222,6 @@ def _ends_in_order(ranges: Ranges) -> Sequence[int | None]:
     for file, start, length in zip(ranges.files, ranges.starts, ranges.lengths, strict=True):
         ends[file] = start + length if ends[file] == start and length > 0 else None
     return ends[:-1]
-
-
-def _check_kind(
-    ranges: Ranges, numbers: Sequence[int], file: FileInfo, where: str
-) -> Iterator[Finding]:
-    if file.kind == "dir":
-        yield Finding(
-            "shard.missing", where, f"it is a folder; {_lost(ranges, numbers)} cannot be read"
-        )
-        return
-    is_what = f"is a link to {file.link}" if file.kind == "link" else "is not a regular file"
-    yield Finding(
-        "path.escape",
-        where,
-        f"it {is_what}, which is not followed; {_lost(ranges, numbers)} not inspected",
-    )
 
 
 def _check_extents(
@@ -269,7 +259,17 @@ def _check_extents(
     if any(map(gt, ends, begins[1:])):
         yield _overlap(ranges, sound, where)
     elif needed <= file.size and sum(extents) < file.size:
-        yield _trailing(file.size, needed, sum(extents), where)
+        named = sum(extents)
+        after, between = file.size - needed, needed - named
+        counts = [f"{counted(after, 'byte')} after its last record"] if after else []
+        counts += [f"{counted(between, 'byte')} before or between its records"] if between else []
+        yield Finding(
+            "shard.trailing",
+            where,
+            f"{' and '.join(counts)} {verb(after + between, 'belongs', 'belong')} to no entry",
+            expected=f"{named:,} bytes",
+            found=f"{file.size:,} bytes",
+        )
 
 
 def _outside(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
@@ -306,19 +306,6 @@ def _overlap(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
         f"{ranges.owner(one).name} and {ranges.owner(other).name}",
         expected=f"bytes from {ranges.starts[one] + ranges.lengths[one]:,} on",
         found=f"bytes from {ranges.starts[other]:,} on",
-    )
-
-
-def _trailing(size: int, needed: int, named: int, where: str) -> Finding:
-    after, between = size - needed, needed - named
-    counts = [f"{counted(after, 'byte')} after its last record"] if after else []
-    counts += [f"{counted(between, 'byte')} before or between its records"] if between else []
-    return Finding(
-        "shard.trailing",
-        where,
-        f"{' and '.join(counts)} {verb(after + between, 'belongs', 'belong')} to no entry",
-        expected=f"{named:,} bytes",
-        found=f"{size:,} bytes",
     )
 
 

@@ -184,25 +184,19 @@ def check_index(
         else:
             yield Finding("shard.missing", file, message)
     if not absent and total_size is not None and held.keys() >= set(named.values()):
-        yield from _check_total_size(index, named, headers, total_size)
-
-
-def _check_total_size(
-    index: FileInfo, named: Mapping[str, str], headers: Headers, total_size: int
-) -> Iterator[Finding]:
-    in_files = sum(
-        tensor.n_bytes
-        for file in {*named.values()}
-        for tensor in headers[file]
-        if named.get(tensor.name) == file
-    )
-    if in_files != total_size:
-        yield Finding(
-            "index.size",
-            index.path,
-            f"{index.path} states {total_size:,} bytes of tensors, and the files that it names "
-            f"hold {in_files:,}: it may belong to another save",
+        in_files = sum(
+            tensor.n_bytes
+            for file in {*named.values()}
+            for tensor in headers[file]
+            if named.get(tensor.name) == file
         )
+        if in_files != total_size:
+            yield Finding(
+                "index.size",
+                index.path,
+                f"{index.path} states {total_size:,} bytes of tensors, and the files that it names "
+                f"hold {in_files:,}: it may belong to another save",
+            )
 
 
 def check_numbers(paths: Iterable[str]) -> Iterator[Finding]:

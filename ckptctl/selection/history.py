@@ -63,8 +63,6 @@ MAX_ATTEMPTS = 20
 MAX_LEDGER_BYTES = 256 << 20
 """Bytes of ledgers that are read at most; a month of training writes 13 MB."""
 
-_NAMES_OF_KINDS = {"file": "regular file", "dir": "folder"}
-
 _OF_ATTEMPT = re.compile(
     r"(?P<attempt>[0-9]{8}T[0-9]{6}\.[0-9]{6}Z-[0-9a-f]{8})"
     r"(?P<rest>\.jsonl|\.rank[0-9]+\.jsonl|\.resume\.json)"
@@ -331,7 +329,7 @@ def _check_absent(store: Store, path: str, kind: str) -> None:
             _check_absent(store, folder, "dir")
         return
     if any(base_name(one.path) == name and one.kind != kind for one in entries):
-        raise OwnFileUnreadable(f"{path} is not a {_NAMES_OF_KINDS[kind]}")
+        raise OwnFileUnreadable(f"{path} is not a {'folder' if kind == 'dir' else 'regular file'}")
 
 
 def _is_used(store: Store) -> bool:

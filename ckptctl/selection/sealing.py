@@ -41,15 +41,7 @@ from ckptctl.inspection.seals import (
     written_ms,
 )
 from ckptctl.inspection.stages import contradicted
-from ckptctl.model import (
-    ExitCode,
-    FileInfo,
-    Level,
-    Message,
-    NextCommand,
-    StepNumber,
-    StepUrl,
-)
+from ckptctl.model import ExitCode, FileInfo, Level, Message, NextCommand, StepNumber, StepUrl
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import DigestRun, Limits, OnProgress, Stretch, read_runs
 from ckptctl.selection.history import run_for_seal
@@ -92,10 +84,6 @@ class Sealed:
     """The place of the seal in the order of the root's seals; 0 where the step was refused."""
     signer: str | None = None
     """The fingerprint of the key that signed the seal; null without a signature."""
-
-
-LEVEL = Level.CONTENT
-"""How deep a step is inspected before it is sealed."""
 
 
 def seal(
@@ -166,7 +154,7 @@ def seal_found(
     if had_one and not replace and adopt is None:
         raise _sealed_already(found)
     first, second = _halves(limits)
-    inspected = found.inspect(requirements, LEVEL, Asked(first, state_check=state_check))
+    inspected = found.inspect(requirements, Level.CONTENT, Asked(first, state_check=state_check))
     # What is not published yet was written by ckptctl, however long that took.
     report = _with_doubts(inspected.report) if root is None else inspected.report
     unproven = report.verdict is Verdict.UNVERIFIABLE
