@@ -106,10 +106,7 @@ class _Beside(msgspec.Struct, frozen=True):
 
 
 def decide_whole(
-    opened: OpenStep,
-    saved_world_size: int | None,
-    *,
-    is_deep: bool = False,
+    opened: OpenStep, saved_world_size: int | None, *, is_deep: bool = False
 ) -> Wholeness:
     """Compare the families of a step with each other and with those of the steps beside it.
 
@@ -290,15 +287,14 @@ def _result(step: Step, gaps: Sequence[Gap], by: str) -> Wholeness:
 
 def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
     """The finding for files of one kind whose names state several counts."""
-    sizes: dict[str, list[Family]] = defaultdict(list)
+    stated: dict[str, list[Family]] = defaultdict(list)
     for family in families:
         if family.stated:
-            sizes[family.key].append(family)
-    several = next((alike for alike in sizes.values() if len(alike) > 1), None)
-    if several is None:
-        return None
-    sizes_of_key = [family.n_files for family in several]
-    return several_worlds(step, several[0].example, several[0].key, sizes_of_key)
+            stated[family.key].append(family)
+    for key, alike in stated.items():
+        if len(alike) > 1:
+            return several_worlds(step, alike[0].example, key, [one.n_files for one in alike])
+    return None
 
 
 def _emptied(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:

@@ -520,9 +520,7 @@ def _lacking(report: Report, older: Sequence[Candidate], inspect: Inspect) -> Pa
 def _dropped(report: Report) -> PassedOver | None:
     """The refusal of a step without a kind of file that the steps before it hold."""
     lost = next((one for one in report.findings if one.code == "file.dropped"), None)
-    if lost is None:
-        return None
-    return PassedOver(report, lost.message, NoStepReason.STATE_MISSING)
+    return lost and PassedOver(report, lost.message, NoStepReason.STATE_MISSING)
 
 
 def _if_mapped(report: Report, lost: Collection[str]) -> str:
@@ -575,7 +573,9 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
         where = {place.rpartition(": ")[2] for place in earlier.state.part(kind).where}
         if where and unrecognized.isdisjoint(where):
             yield kind
-    yield from (_part(part) for part in earlier.parts if part not in report.parts)
+    for part in earlier.parts:
+        if part not in report.parts:
+            yield f"the part {part}" if part else "the tensors at the top of its folder"
     if report.world_size != earlier.world_size:
         return
     # What is not recognized may be the optimizer, of which this step then holds nothing.
@@ -594,11 +594,6 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
         now, before = report.state.part(kind).n_ranks, earlier.state.part(kind).n_ranks
         if now is not None and before is not None and now < before:
             yield f"the {kind} of {before - now} of {before} ranks"
-
-
-def _part(path: str) -> str:
-    # The part without a path is the top of the step's folder.
-    return f"the part {path}" if path else "the tensors at the top of its folder"
 
 
 def _predecessors(

@@ -163,7 +163,11 @@ def prune(
                 on_ended(pruned)
         except BaseException:
             if on_ended is not None:
-                on_ended(_interrupted(root, keep, plan, again))
+                pruned = _pruned(root, keep, plan, again, apply=True)
+                going = [one for one in pruned.decisions if one.removed]
+                message = f"interrupted; removed until then: {_steps(going)}"
+                exit_code = 128 + signal.SIGINT
+                on_ended(replace(pruned, message=message, exit_code=exit_code, next_command=again))
             raise
     return pruned
 
@@ -181,18 +185,6 @@ def _with_uploads(
         n_uploads=n,
         message=f"{pruned.message}; {counted(n, 'unfinished upload')} of killed saves {done}",
         next_command=pruned.next_command if apply else f"{again} --apply",
-    )
-
-
-def _interrupted(root: str, keep: int, plan: RetentionPlan, again: str) -> Pruned:
-    """The answer where the removal was interrupted: what is gone, and how to go on."""
-    pruned = _pruned(root, keep, plan, again, apply=True)
-    going = [one for one in pruned.decisions if one.removed]
-    return replace(
-        pruned,
-        message=f"interrupted; removed until then: {_steps(going)}",
-        exit_code=128 + signal.SIGINT,
-        next_command=again,
     )
 
 

@@ -560,7 +560,7 @@ def check_counted_further(
         with suppress(StorageError):
             steps = count_of(OpenStep(store, name)) if is_checkpoint(store, name) else None
             if steps is not None and trained_steps is not None and steps > trained_steps:
-                yield _counts_further(name, _of_steps(steps, trained_steps))
+                yield _counts_further(name, f"{steps:,} steps", trained_steps)
                 return
     if not listing.unnumbered:
         return
@@ -572,32 +572,28 @@ def check_counted_further(
         with suppress(StorageError):
             more = _counts_more(store, files[name], own, trained_steps)
             if more is not None:
-                yield _counts_further(name, more)
+                yield _counts_further(name, *more)
                 return
 
 
 _CALLED_NEWEST = re.compile(r"last|latest|newest|recent|current|final|resume", re.IGNORECASE)
 
 
-def _counts_further(name: str, more: str) -> Finding:
+def _counts_further(name: str, more: str, chosen: int | float) -> Finding:
     return explained(
         "root.further",
         name,
-        f"{name} counts {more}: it is further, and pick does not choose it, because its name has "
-        "no number",
+        f"{name} counts {more}, and the chosen step {chosen:,}: it is further, and pick does not "
+        "choose it, because its name has no number",
         expected="a name of a step",
         found=name,
     )
 
 
-def _of_steps(steps: int | float, trained_steps: int) -> str:
-    return f"{steps:,} steps, and the chosen step {trained_steps:,}"
-
-
 def _counts_more(
     store: Store, file: FileInfo, own: Mapping[str, int | float], trained_steps: int | None
-) -> str | None:
-    """What a file counts that is more than a step counts, in words; None where it is not further.
+) -> tuple[str, int | float] | None:
+    """What a file counts that is more than a step counts, and how much that counts; else None.
 
     Counts at the top are compared by their keys; a file that counts less of anything is older.
     """
@@ -607,11 +603,11 @@ def _counts_more(
         more = [key for key in shared if counts[key] > own[key]]
         if not more or any(counts[key] < own[key] for key in shared):
             return None
-        return f"{more[0]} {counts[more[0]]:,}, and the chosen step {own[more[0]]:,}"
+        return f"{more[0]} {counts[more[0]]:,}", own[more[0]]
     steps = steps_inside(store, file.path, file.size)
     if own or trained_steps is None or not steps or steps[-1] <= trained_steps:
         return None
-    return _of_steps(steps[-1], trained_steps)
+    return f"{steps[-1]:,} steps", trained_steps
 
 
 _MIN_STEPS = 2
