@@ -520,7 +520,9 @@ def _lacking(report: Report, older: Sequence[Candidate], inspect: Inspect) -> Pa
 def _dropped(report: Report) -> PassedOver | None:
     """The refusal of a step without a kind of file that the steps before it hold."""
     lost = next((one for one in report.findings if one.code == "file.dropped"), None)
-    return lost and PassedOver(report, lost.message, NoStepReason.STATE_MISSING)
+    if lost is None:
+        return None
+    return PassedOver(report, lost.message, NoStepReason.STATE_MISSING)
 
 
 def _if_mapped(report: Report, lost: Collection[str]) -> str:
