@@ -616,10 +616,7 @@ def _is_of_other_parts(opened: OpenStep, path: str, other: OpenStep, *, counts_n
 
 
 def is_redistributed(
-    opened: OpenStep,
-    families: Sequence[Family],
-    other: OpenStep,
-    other_families: Iterable[Family],
+    opened: OpenStep, families: Sequence[Family], other: OpenStep, other_families: Iterable[Family]
 ) -> bool:
     """Whether the files of each kind together hold as many weights and moments as in another step.
 

@@ -59,13 +59,7 @@ from ckptctl.inspection.rank_files import (
     saved_world_size,
 )
 from ckptctl.inspection.seals import NOTHING_NOTED, Notes
-from ckptctl.inspection.stages import (
-    HELPER_STAGES,
-    STAGES,
-    SealBytes,
-    StageContext,
-    contradicted,
-)
+from ckptctl.inspection.stages import HELPER_STAGES, STAGES, SealBytes, StageContext, contradicted
 from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import check_required
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, WorldSize

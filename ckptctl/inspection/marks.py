@@ -14,11 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import (
-    OwnFileUnreadable,
-    PathUntrusted,
-    UsageError,
-)
+from ckptctl.errors import OwnFileUnreadable, PathUntrusted, UsageError
 from ckptctl.findings import Finding, explained
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.marks import (

@@ -77,11 +77,7 @@ class SaveTimes(msgspec.Struct, frozen=True):
 
 
 def check_one_save(
-    opened: OpenStep,
-    counted_steps: int | None,
-    seal: Seal | None,
-    *,
-    is_proven: bool,
+    opened: OpenStep, counted_steps: int | None, seal: Seal | None, *, is_proven: bool
 ) -> tuple[list[Finding], Claim]:
     """Compare the write times of a step's files with each other and with those of other steps.
 
@@ -261,11 +257,7 @@ def _times_beside(opened: OpenStep) -> Iterator[tuple[SaveTimes, frozenset[str]]
             yield _times(other.step, files), frozenset(map(key_of, files))
 
 
-def _by_order(
-    opened: OpenStep,
-    own: SaveTimes,
-    beside: Sequence[SaveTimes],
-) -> Claim:
+def _by_order(opened: OpenStep, own: SaveTimes, beside: Sequence[SaveTimes]) -> Claim:
     """Whether times within the usual window are those of a save, and not of a copy of it."""
     taken = f"files written within {duration(max(_span_s(own), 1.0))}"
     if own.late_s > SUCCESSION_S:

@@ -78,16 +78,7 @@ from ckptctl.inspection.structure import (
     n_structure_reads,
     read_structure,
 )
-from ckptctl.model import (
-    SHARDED,
-    ByteRange,
-    BytesEntry,
-    FileInfo,
-    Metadata,
-    Part,
-    PartFormat,
-    Step,
-)
+from ckptctl.model import SHARDED, ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
 from ckptctl.storage.contract import ShortRead, Store, TooLarge, list_if_there, read_range

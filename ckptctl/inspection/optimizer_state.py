@@ -21,17 +21,9 @@ from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
-from ckptctl.errors import (
-    MetadataUnreadable,
-    MetadataUnsafe,
-    RecordUnreadable,
-    StorageError,
-)
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, StorageError
 from ckptctl.findings import Finding, explained
-from ckptctl.formats.archive.directory import (
-    RecordDirectory,
-    read_member,
-)
+from ckptctl.formats.archive.directory import RecordDirectory, read_member
 from ckptctl.formats.archive.safetensors import PREFIX, TORCH_NAMES, parse_header
 from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own
 from ckptctl.formats.frameworks.parts import may_be_archive

@@ -48,12 +48,7 @@ from ckptctl.model import (
     PartFormat,
     TensorEntry,
 )
-from ckptctl.records.opening import (
-    MAX_ENTRY_BYTES,
-    Need,
-    Unfit,
-    unpack,
-)
+from ckptctl.records.opening import MAX_ENTRY_BYTES, Need, Unfit, unpack
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import ReadCost, RecordSource, open_records
 from ckptctl.storage.contract import Span

@@ -26,12 +26,7 @@ from ckptctl.findings import CODES, Finding, Severity, explained
 from ckptctl.formats.frameworks.file_names import is_named_as_weights
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_saved, step_name
 from ckptctl.formats.own.files import read_back
-from ckptctl.formats.own.marks import (
-    Mark,
-    MarkKind,
-    in_force,
-    metadata_digest,
-)
+from ckptctl.formats.own.marks import Mark, MarkKind, in_force, metadata_digest
 from ckptctl.formats.own.seals import (
     MAX_SEAL_BYTES,
     MAX_SEQUENCE,
@@ -352,9 +347,7 @@ def _check_files(seal: Seal, seen: InspectedStep) -> Iterator[Finding]:
 
 def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") -> Finding:
     return Finding(
-        code,
-        sealed.path,
-        f"{sealed.path} was sealed with {sealed.size:,} bytes; now it is {found}",
+        code, sealed.path, f"{sealed.path} was sealed with {sealed.size:,} bytes; now it is {found}"
     )
 
 

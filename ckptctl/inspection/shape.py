@@ -28,10 +28,7 @@ _WHAT_IT_IS = {
         "a zarr checkpoint",
         "T5X and Levanter of JAX write it, and Megatron did, which can convert it to torch_dist",
     ),
-    PartFormat.ORBAX: (
-        "an Orbax checkpoint",
-        "it is JAX's format, not torch's",
-    ),
+    PartFormat.ORBAX: ("an Orbax checkpoint", "it is JAX's format, not torch's"),
     PartFormat.TORCHSNAPSHOT: (
         "a torchsnapshot checkpoint",
         "its predecessor format is not DCP; load it with torchsnapshot",

@@ -39,17 +39,8 @@ from ckptctl.formats.frameworks.state_keys import (
 )
 from ckptctl.formatting import command_line, counted, inside, listed, some_of, verb
 from ckptctl.inspection.sidecars import scalar, steps_inside
-from ckptctl.inspection.structure import (
-    Structure,
-)
-from ckptctl.model import (
-    STATE_KINDS,
-    FileInfo,
-    Metadata,
-    StatePart,
-    TrainState,
-    UnrecognizedEntry,
-)
+from ckptctl.inspection.structure import Structure
+from ckptctl.model import STATE_KINDS, FileInfo, Metadata, StatePart, TrainState, UnrecognizedEntry
 from ckptctl.outside_numbers import MOST
 
 if TYPE_CHECKING:
@@ -275,11 +266,7 @@ def _is_optimizer(kind: StateKind) -> bool:
 
 
 def _held_by_file(
-    sources: Sources,
-    path: str,
-    beside: Shapes,
-    unrecognized: dict[str, set[str]],
-    keys: set[str],
+    sources: Sources, path: str, beside: Shapes, unrecognized: dict[str, set[str]], keys: set[str]
 ) -> Iterator[_StateLocation]:
     """What a decoded file holds; what is not recognized goes to `unrecognized`.
 

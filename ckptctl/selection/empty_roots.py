@@ -183,11 +183,7 @@ def check_has_steps(store: Store, listing: RootListing) -> None:
 
 
 def check_empty(
-    store: Store,
-    listing: RootListing,
-    *,
-    is_root: bool = False,
-    ignore: Collection[str] = (),
+    store: Store, listing: RootListing, *, is_root: bool = False, ignore: Collection[str] = ()
 ) -> None:
     """Raise if the content of a root is no evidence that it belongs to a new run.
 

@@ -195,12 +195,7 @@ def pick(
     Cost: one listing of each root, one listing and one read for each inspected step: on a
     healthy run one step, and its predecessor if it lacks some state.
     """
-    policy, requirements, storage = options_from(
-        keywords,
-        policy,
-        requirements,
-        storage,
-    )
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
     check_create(allow_fresh=allow_fresh, create=create)
     named = roots_in(roots, optional_roots)
     with ExitStack() as stack:

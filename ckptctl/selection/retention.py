@@ -575,9 +575,7 @@ class RetentionPlan:
             if self._is_older(named):
                 stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
                 decision = self._decision(
-                    inspected,
-                    stays or f"moved aside, and older than the {what}",
-                    removed=not stays,
+                    inspected, stays or f"moved aside, and older than the {what}", removed=not stays
                 )
                 self._decisions[inspected.step.name] = decision
 

@@ -388,9 +388,7 @@ def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
 
 
 def neighbours_of(
-    list_steps: Callable[[], Sequence[StepName]],
-    number: int,
-    of_root: RootSteps | None = None,
+    list_steps: Callable[[], Sequence[StepName]], number: int, of_root: RootSteps | None = None
 ) -> Neighbours:
     """The finished steps beside step `number`, among those that `list_steps` lists, newest first.
 
