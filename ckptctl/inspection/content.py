@@ -580,15 +580,31 @@ def check_stored(
         elif value == was.checksum:
             same.append(file)
         else:
-            other.append(_replaced(file.path, was, value))
+            finding = explained(
+                "seal.digest",
+                file.path,
+                f"the store reports a different {was.algorithm} for {file.path} than when it was "
+                "sealed: the object was replaced by one with other bytes",
+                expected=f"{was.algorithm} {was.checksum}",
+                found=f"{was.algorithm} {value}",
+            )
+            other.append(finding)
     found = [*at_most_few(other)]
     if rewritten:
-        found.append(_rewritten(rewritten, url))
+        was_written = f"{verb(len(rewritten), 'was', 'were')} written again"
+        finding = Finding(
+            "store.rewritten",
+            some_of(rewritten),
+            f"{counted(len(rewritten), 'sealed file')} {was_written} after the step was sealed, "
+            "and no checksum of the store shows whether the bytes are the same: "
+            f"{some_of(rewritten)}",
+            next_command=command_line("verify", url, "--level", "content"),
+        )
+        found.append(finding)
     found += [_unproven(why, files, kept, url) for why, files in unproven.items()]
     n_not_compared = sum(file.stored is not None and not file.stored.compared for file in same)
-    return ByStore(len(sealed), len(same), sum(file.size for file in same), n_not_compared), tuple(
-        found
-    )
+    n_bytes = sum(file.size for file in same)
+    return ByStore(len(sealed), len(same), n_bytes, n_not_compared), tuple(found)
 
 
 def _reported_now(was: Stored, now: Kept) -> str | None:
@@ -614,28 +630,6 @@ def _why_not(was: Stored, now: Kept) -> str:
 
 
 _NOT_SEALED = "the seal has no checksum of the store's"
-
-
-def _replaced(path: str, was: Stored, value: str) -> Finding:
-    return explained(
-        "seal.digest",
-        path,
-        f"the store reports a different {was.algorithm} for {path} than when it was sealed: "
-        "the object was replaced by one with other bytes",
-        expected=f"{was.algorithm} {was.checksum}",
-        found=f"{was.algorithm} {value}",
-    )
-
-
-def _rewritten(paths: Sequence[str], url: str) -> Finding:
-    return Finding(
-        "store.rewritten",
-        some_of(paths),
-        f"{counted(len(paths), 'sealed file')} {verb(len(paths), 'was', 'were')} written "
-        "again after the step was sealed, and no checksum of the store shows whether the "
-        f"bytes are the same: {some_of(paths)}",
-        next_command=command_line("verify", url, "--level", "content"),
-    )
 
 
 def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], url: str) -> Finding:

@@ -80,7 +80,15 @@ def inspect_pickles(opened: OpenStep, *, is_deep: bool, reads_files: bool) -> Pi
     for part in opened.parts:
         if part.part.format in SHARDED:
             reader.read_part(part, read=is_deep)
-    files = _files_to_read(opened)
+    files = [
+        file
+        for file in opened.files
+        if file.kind == "file"
+        and file.size
+        and not layouts.is_own(file.path)
+        and not file.path.endswith((".distcp", ".metadata", layouts.METADATA_TMP))
+        and not re.fullmatch(_NEVER_UNPICKLED, file.path.rpartition("/")[2])
+    ]
     in_ranks = {
         part.in_step(file.path)
         for part in opened.parts
@@ -95,18 +103,6 @@ def inspect_pickles(opened: OpenStep, *, is_deep: bool, reads_files: bool) -> Pi
     reader.read_files(others[:MAX_OTHER_FILES], read=reads_files)
     reader.n_unread += len(others[MAX_OTHER_FILES:])
     return reader
-
-
-def _files_to_read(opened: OpenStep) -> Sequence[FileInfo]:
-    return [
-        file
-        for file in opened.files
-        if file.kind == "file"
-        and file.size
-        and not layouts.is_own(file.path)
-        and not file.path.endswith((".distcp", ".metadata", layouts.METADATA_TMP))
-        and not re.fullmatch(_NEVER_UNPICKLED, file.path.rpartition("/")[2])
-    ]
 
 
 @dataclass(slots=True)
@@ -186,7 +182,8 @@ class PickleReader:
                 return None
             except (Unfit, CkptctlError):
                 # What is damaged is reported by `structure`; a file of another format is none.
-                self.n_unread += isinstance(entry, BytesEntry) and self._is_framed(entry, view)
+                is_framed = view.head[:1] in (b"\x80", b"P") and self._may_be_pickle(entry.fqn)
+                self.n_unread += isinstance(entry, BytesEntry) and is_framed
                 return None
             if isinstance(found, Need):
                 return found
@@ -201,9 +198,6 @@ class PickleReader:
         for _ in open_records(source, by_file, open_one, ReadCost()):
             pass
         self._read_tensors(source)
-
-    def _is_framed(self, entry: BytesEntry, view: View) -> bool:
-        return view.head[:1] in (b"\x80", b"P") and self._may_be_pickle(entry.fqn)
 
     def _decoded(
         self, view: View, transforms: Sequence[str], path: str, *, is_entry: bool

@@ -17,7 +17,7 @@ without training in between. See docs/decisions/branches.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -194,21 +194,16 @@ def to_compare(
     changed = [name for name in older if folder_times.get(name, 0.0) > written_s]
     changed.sort(key=lambda name: -folder_times[name])
     chosen.update(changed[:MAX_TOUCHED])
-    if not folder_times:
-        chosen.update(_far(older))
+    place = 2 * MAX_NEAREST
+    while place <= len(older) and not folder_times:
+        chosen.add(older[place - 1])
+        place *= 2
     silent = [
         name
         for name in older
         if name not in chosen and not folder_times.get(name, written_s + 1) <= written_s
     ]
     return [name for name in older if name in chosen], len(silent)
-
-
-def _far(names: Sequence[str]) -> Iterator[str]:
-    place = 2 * MAX_NEAREST
-    while place <= len(names):
-        yield names[place - 1]
-        place *= 2
 
 
 def branch_of(

@@ -196,7 +196,16 @@ def check_empty(
     check_listed_again(store, listing)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
     if not (listing.exists and holds_other):
-        _check_path(store, exists=listing.exists)
+        # An address without content may be meant as something else.
+        target = parse_target(store.url) if "@" in store.url else None
+        if target is not None and target.which is not None:
+            raise UsageError(
+                f"{store.url} names a step, but a root is required: the folder that holds the "
+                "steps",
+                next_command=command_line("scan", target.root),
+            )
+        if not listing.exists:
+            check_is_folder(store)
     if is_step_itself(store, listing):
         raise UsageError(
             f"{store.url} is a step itself, not a root that holds steps",
@@ -273,18 +282,6 @@ def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
         found=some_of(names),
         next_command=command_line("verify", join_url(store.url, names[0])),
     )
-
-
-def _check_path(store: Store, *, exists: bool) -> None:
-    """Raise if an address without content was meant as something else."""
-    target = parse_target(store.url) if "@" in store.url else None
-    if target is not None and target.which is not None:
-        raise UsageError(
-            f"{store.url} names a step, but a root is required: the folder that holds the steps",
-            next_command=command_line("scan", target.root),
-        )
-    if not exists:
-        check_is_folder(store)
 
 
 def is_step_itself(store: Store, listing: RootListing) -> bool:

@@ -96,8 +96,13 @@ def mark(
         level = Level.STRUCTURE if kind is MarkKind.ACCEPTED else Level.LISTING
         inspected = inspect_step(found, requirements, level=level)
         check_inspected(inspected.report)
-        if kind is MarkKind.CONFIRMED:
-            _check_sound(inspected.report)
+        verdict = inspected.report.verdict
+        if kind is MarkKind.CONFIRMED and verdict is not Verdict.COMPLETE:
+            raise UsageError(
+                f"{found.url} is {verdict.value}, and only a complete step can be confirmed; no "
+                "mark was written",
+                next_command=command_line("verify", found.url),
+            )
         # A listing does not read what names the save of a rank-file step.
         report = replace(inspected.report, digests=tuple(found.digests.items()))
         applying = inspected.notes.marks
@@ -197,16 +202,6 @@ _REASONS = {
     MarkKind.CONFIRMED: ("a canary repeated the next 50 steps", "a confirmation"),
 }
 """The marks that need a reason, with an example."""
-
-
-def _check_sound(report: Report) -> None:
-    """Raise `UsageError` for a step that no training can have shown to be good."""
-    if report.verdict is not Verdict.COMPLETE:
-        raise UsageError(
-            f"{report.url} is {report.verdict.value}, and only a complete step can be confirmed; "
-            "no mark was written",
-            next_command=command_line("verify", report.url),
-        )
 
 
 def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) -> None:

@@ -21,7 +21,7 @@ from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.marks import check_marks_file
-from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
+from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import (
     DTYPE_SIZES,
@@ -278,21 +278,18 @@ class OpenTarget(OpenStep):
         content: Asked | None = None,
         seal_bytes: SealBytes | None = None,
     ) -> Inspection:
-        """Inspect the step; see `inspect_step`."""
+        """Inspect the step, with those beside it if it has a number; see `inspect_step`."""
+        neighbours = None
+        if not isinstance(self.named, str):
+            neighbours = neighbours_of(lambda: self.root_listing.steps, self.named.number)
         return inspect_step(
             self,
             requirements,
             level=level,
             content=content,
-            neighbours=self._neighbours(),
+            neighbours=neighbours,
             seal_bytes=seal_bytes,
         )
-
-    def _neighbours(self) -> Neighbours | None:
-        """The steps beside it; None for a folder without a number. Cost: a listing for each use."""
-        if isinstance(self.named, str):
-            return None
-        return neighbours_of(lambda: self.root_listing.steps, self.named.number)
 
     @cached_property
     def root_listing(self) -> RootListing:
