@@ -2,19 +2,17 @@
 
 Every command that works on a step takes this handle, so that its listing, its metadata
 and its sidecars are read and decoded once, however many checks, plans or loads use them.
-It never hides a second read of the storage: code that must detect that the step
-changed calls `list_again`, which reads again and caches nothing.
+Code that must detect that the step changed calls `list_again`, which reads again.
 
 A part of rank files has no metadata: each file of `torch.save` is one archive, as a record of DCP
-is, so the listing serves as metadata with one entry for each file, which fills that file. The
-checks, the record engine and the seals then need nothing of their own for them.
+is, so the listing serves as metadata with one entry for each file, which fills that file.
 
 Some steps have no folder of their own: NVRx writes the file of each rank into a folder of
 that rank, with those of other steps, and Composer's ranks write theirs side by side. Such a
 step is named `ROOT@1200`.
 
-Many checks compare a step with those beside it under the same root (`Neighbours`). Each is listed
-once, and the last ones stay open, however many checks and inspections of its root need them.
+The steps beside a step (`Neighbours`), which many checks compare, are listed once, and the last
+ones stay open.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Check that each byte range lies in a file and is long enough, and find bytes that no range names.
 
-Only the metadata and one listing are inspected: names, sizes, offsets, lengths. `structure`
-checks the bytes, `coverage` whether the chunks make whole tensors.
-
-A record is the elements and some 500 bytes of framing, so a range shorter than the elements
-cannot be one. Ranges that are exactly as long are the sign of torch's safetensors serialization
-inside DCP, which is recognized here and not inspected further: its byte ranges do not state where
-the tensors are, and torch itself cannot load it.
+Only the metadata and one listing are inspected: names, sizes, offsets, lengths. A record is the
+elements and some 500 bytes of framing, so a range shorter than the elements cannot be one. Ranges
+that are exactly as long are the sign of torch's safetensors serialization inside DCP, which does
+not state where the tensors are, and which torch itself cannot load.
 
 Source: torch 2.13 `torch/distributed/checkpoint/filesystem.py`: records follow each other in a
 shard file without a gap, from its first byte to its last; `_write_item` with

@@ -1,14 +1,9 @@
 """Check a step directory by its names: parts, sidecars, unfinished saves, write times, its number.
 
-Finds a name that a framework removes when a step is whole, a file that it writes last, a missing
-pipeline stage, a file that nobody would write there, and formats that are not sharded. `presence`
-compares the shard files with the metadata.
-
-Another name in the metadata is a suspicion only: a
-writer notes there what it called the folder, and a folder may be copied or renamed. Where the
-train state's own count of steps agrees with that name, the folder claims to be further, and a step
-that is further is beside it, it is a copy that stands in the way. Only a seal proves that shards
-belong together.
+Another name in the metadata is a suspicion only: a writer notes there what it called the folder,
+and a folder may be copied or renamed. Where the train state's own count of steps agrees with that
+name, the folder claims to be further, and a step that is further is beside it, it is a copy that
+stands in the way. Only a seal proves that shards belong together.
 """
 
 from __future__ import annotations

@@ -3,12 +3,8 @@
 Metadata, an index, a seal and counts in the names state what a save consists of. Where nothing
 does, the files of one kind are compared with each other, with those of the other kinds, and with
 the steps beside this one: a family of files (`formats.families`) whose size nothing states and no
-other step confirms is unknown, however sound its files are. Files without a number are compared
-with the steps before (`file_kinds`).
-
-A job may go on with another number of ranks. Then every family has another size than before, as
-if the files of the last ranks were missing: the tensors in them decide. Where they are split over
-the ranks, they add up to the same size.
+other step confirms is unknown, however sound its files are. After a job went on with another number
+of ranks every family has another size, as if files were missing: the tensors in them decide.
 """
 
 from __future__ import annotations

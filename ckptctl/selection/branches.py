@@ -1,17 +1,15 @@
 """Decide whether a step is on the branch that the run is on now.
 
-A run that goes back saves again under smaller numbers than those of the branch that it left.
-
-A resume from step N supersedes every newer step, and a mark in each root states that. An optional
-root may be absent at that moment, or be the local disk of another machine, and a root may be
-read-only. So the root that the job saves to records each resume,
+A run that goes back saves again under smaller numbers than those of the branch that it left. A
+resume from step N supersedes every newer step by a mark in each root. A root may be absent at that
+moment, or read-only: so the root that the job saves to records each resume,
 `.ckptctl/branches/ATTEMPT.from-STEP.json`, and `pick` over several roots compares the steps of the
 other roots with these records.
 
 A stock writer leaves neither mark nor record. Then only the times of the writes show it: a step
 with a lower number was written later. They are evidence as far as they are times of training, with
-more time between two saves than a save takes. A copy has times of its own, in any order, and
-without training in between. See docs/decisions/branches.md.
+more time between two saves than a save takes; a copy has times of its own. See
+docs/decisions/branches.md.
 """
 
 from __future__ import annotations

@@ -6,12 +6,10 @@ ledgers of `ckptctl.train` below `.ckptctl/attempts/` state which steps were sav
 from. Together they distinguish a run that has never finished a save from one whose steps are
 gone. A record that cannot be read in full proves nothing.
 
-A root that ckptctl writes to has its sentinel from the first start on: a job that finds neither
-sentinel nor steps has lost its storage. Every attempt takes the next number in
-`.ckptctl/fence/`, which is unique; the highest holds the root. A surviving process of an older
-attempt detects that before each publication, and stops. Between the check and the publication
-remains a moment that no file system closes: an orphan that is suspended exactly there publishes
-one last file, into a folder of its own attempt.
+Every attempt takes the next number in `.ckptctl/fence/`, which is unique; the highest holds the
+root. A surviving process of an older attempt detects that before each publication, and stops. One
+that is suspended between the check and the publication publishes one last file, into a folder of
+its own attempt.
 """
 
 from __future__ import annotations

@@ -8,20 +8,12 @@ would refuse a counted one stays. `prune` and `Checkpointer(keep=)` both use thi
 No reader uses a partly removed step: its metadata goes first, so from then on it is an
 interrupted save, is never chosen, and the next retention removes the rest. A format without
 DCP metadata gets a note instead, which goes last: without it, the rest could pass for a
-weights-only step. Then what ckptctl wrote about the step, then everything else.
-
-A killed save leaves multipart uploads. Listings do not show their parts, which are billed
-until the upload is aborted. An upload of an attempt that no longer holds the root is
-abandoned, because its writer may not publish any more. One under a name without an attempt
-is another tool's, and counts as abandoned after a day. Everything else may still be
-running, and stays.
+weights-only step.
 
 A step that stays is proven once, by every byte: by a seal, or by the note
 `.ckptctl/proof.json` that retention writes into it after comparing them. Both apply to the
-proven files, by names, sizes and write times, and to one metadata: a step that was written to
-since, or copied without its times, must be proven again. A proof describes the bytes at that
-time. Bytes that a disk has lost since, without a write, are detected only when read again
-(`--level content`).
+proven files, by names, sizes and write times, and to one metadata. Bytes that a disk has lost
+since, without a write, are detected only when read again (`--level content`).
 """
 
 from __future__ import annotations
@@ -130,6 +122,10 @@ def abandoned_uploads(
     store: Store, pattern: re.Pattern[str] | None = None, *, number: int | None = None
 ) -> Sequence[Upload]:
     """The abandoned uploads into steps of a root; with `number`, into that step.
+
+    Listings do not show the parts of an upload, which are billed until it is aborted. One of an
+    attempt that no longer holds the root is abandoned; one under a name without an attempt is
+    another tool's, and counts as abandoned after a day. Everything else may still be running.
 
     Empty if the client cannot list them or is not permitted to: a lifecycle rule of the
     bucket has to abort them then. Cost: a listing of the fence, and one request per 1,000
