@@ -34,7 +34,7 @@ from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards
 from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.predecessor import Before, compared_before
-from ckptctl.inspection.sidecars import FileReads, in_archive, value_in_record
+from ckptctl.inspection.sidecars import MAX_PICKLE_BYTES, FileReads, in_archive, value_in_record
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.model import DTYPE_SIZES, SHARDED, Metadata, TensorEntry
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
@@ -55,7 +55,6 @@ _COMPARED_BYTES = 16 << 10
 _MOST_OF_A_VALUE = 64 << 10
 
 _MOST_FILES = 512
-_MOST_OF_A_PICKLE = 64 << 20
 
 _UNREADABLE = (StorageError, RecordUnreadable, MetadataUnreadable, MetadataUnsafe, Unfit)
 
@@ -169,7 +168,7 @@ def _in_files(opened: OpenStep, limits: Limits) -> dict[str, Values]:
     for file in files[:_MOST_FILES]:
         path = opened.in_store(file.path)
         with suppress(StorageError):
-            found = in_archive(opened.store, path, file.size, _moments_in, _MOST_OF_A_PICKLE)
+            found = in_archive(opened.store, path, file.size, _moments_in, MAX_PICKLE_BYTES)
             for name, start, n_bytes, form in found or ():
                 runs[f"{file.path}: {name}"] = _ScanRun(path, start, n_bytes, form)
     with suppress(StorageError):

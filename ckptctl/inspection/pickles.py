@@ -37,7 +37,7 @@ from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formats.pickles.values import Decoded, TensorStub, check_bytes, decode_all
 from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.sidecars import unsafe_file
+from ckptctl.inspection.sidecars import MAX_PICKLE_BYTES, unsafe_file
 from ckptctl.inspection.structure import readable_ranges
 from ckptctl.model import (
     SHARDED,
@@ -52,9 +52,6 @@ from ckptctl.records.opening import MAX_ENTRY_BYTES, Need, Unfit, unpack
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import ReadCost, RecordSource, open_records
 from ckptctl.storage.contract import Span
-
-MAX_PICKLE_BYTES = 64 << 20
-"""The longest pickle that is read; a million entries take about as much."""
 
 MAX_TENSOR_BYTES = 1 << 20
 MAX_TENSORS = 4096
