@@ -165,27 +165,6 @@ class StaleShardCheck:
                 yield StaleShard(file, len(by_file[file]), numbers, has_moments, n_mixed)
 
 
-def stale(
-    ranges: Ranges, one: StaleShard, n_files: int, part_path: str, older: str, next_command: str
-) -> Finding:
-    """The finding `shard.stale` for a file that is as it is in the step called `older`.
-
-    `n_files` is how many other shard files moved on.
-    """
-    where = inside(part_path, ranges.file_names[one.file])
-    names = some_of([ranges.owner(number).entry.fqn for number in one.numbers])
-    return Finding(
-        "shard.stale",
-        where,
-        f"{where} is equal to the same file in {older}: {counted(one.n_records, 'record')} "
-        "were compared, and all have the same checksums, while other chunks of the same "
-        f"tensors ({names}) changed; one of the two steps seems to have the other's shard",
-        expected=f"other elements than in {older}, as in {counted(n_files, 'other shard file')}",
-        found="the same elements",
-        next_command=next_command,
-    )
-
-
 def _split_tensors(ranges: Ranges, crcs: Sequence[int]) -> Iterator[_SplitTensor]:
     for entry, first in zip(ranges.entries, ranges.first_range, strict=True):
         if not isinstance(entry, TensorEntry) or len(entry.chunks) < 2:
@@ -320,8 +299,20 @@ def check_step_before(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
         known = [n for n in one.numbers if n in earlier_crcs]
         had_moved = all(before.crcs[n] != earlier_crcs[n] for n in known)
         if one.has_moments or (one.n_mixed == 0 and len(known) >= MIN_TENSORS and had_moved):
-            command = command_line("diff", before.opened.url, opened.url, "--values")
-            yield stale(part.ranges, one, len(moved), part.path, before.opened.name, command)
+            where, older = part.in_step(part.ranges.file_names[one.file]), before.opened
+            names = some_of([part.ranges.owner(number).entry.fqn for number in one.numbers])
+            others = counted(len(moved), "other shard file")
+            yield Finding(
+                "shard.stale",
+                where,
+                f"{where} is equal to the same file in {older.name}: "
+                f"{counted(one.n_records, 'record')} were compared, and all have the same "
+                f"checksums, while other chunks of the same tensors ({names}) changed; one of the "
+                "two steps seems to have the other's shard",
+                expected=f"other elements than in {older.name}, as in {others}",
+                found="the same elements",
+                next_command=command_line("diff", older.url, opened.url, "--values"),
+            )
 
 
 @dataclass(frozen=True, slots=True)

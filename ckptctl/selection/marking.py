@@ -110,22 +110,26 @@ def mark(
             # A pin on an earlier save keeps the folder, so it can be lifted as well.
             applying += tuple(pin for pin in inspected.notes.pins if pin not in applying)
         lifted = tuple(one for one in applying if one.word in kind.lifts)
+        made, path, standing = None, None, applying
         if kind.lifts and not lifted and not _takes_as_it_is(kind, report, applying):
-            return _nothing_to_lift(report, kind, applying)
-        made = new_mark(
-            report, kind, reason=reason, by=by, evidence=evidence, lifts=[m.id for m in lifted]
-        )
-        path = _write(found, made, marks)
+            message = _nothing_to_lift(report, kind)
+            next_command = command_line("verify", report.url)
+        else:
+            lifts = [one.id for one in lifted]
+            made = new_mark(report, kind, reason=reason, by=by, evidence=evidence, lifts=lifts)
+            path, standing = _write(found, made, marks), in_force((*applying, made))
+            message = f"{report.url} is {kind.value}"
+            next_command = _next_command(found, kind, marks)
         return Marked(
             url=report.url,
             number=report.number,
             mark=made,
             path=path,
             lifted=lifted,
-            standing=in_force((*applying, made)),
-            message=f"{report.url} is {kind.value}",
+            standing=standing,
+            message=message,
             exit_code=0,
-            next_command=_next_command(found, kind, marks),
+            next_command=next_command,
         )
 
 
@@ -252,7 +256,7 @@ def _takes_as_it_is(word: MarkKind, report: Report, applying: Sequence[Mark]) ->
     return word is MarkKind.ACCEPTED and bool(found) and not is_accepted
 
 
-def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...]) -> Marked:
+def _nothing_to_lift(report: Report, word: MarkKind) -> str:
     what, hint = "not confirmed" if word is MarkKind.UNCONFIRMED else "not pinned", ""
     if word is MarkKind.ACCEPTED:
         what = "neither rejected nor superseded, nor renamed, and no NaN was found in it"
@@ -261,17 +265,7 @@ def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...])
             f"`{command_line('reject', report.url, '--reason', 'WHY')}`, and this command after "
             "it, lift that too"
         )
-    return Marked(
-        url=report.url,
-        number=report.number,
-        mark=None,
-        path=None,
-        lifted=(),
-        standing=applying,
-        message=f"{report.url} is {what}; nothing was written{hint}",
-        exit_code=0,
-        next_command=command_line("verify", report.url),
-    )
+    return f"{report.url} is {what}; nothing was written{hint}"
 
 
 def _next_command(found: OpenTarget, word: MarkKind, marks: str | None) -> str:

@@ -321,33 +321,26 @@ def check_no_lone_file(store: Store, named: StepName | str, files: Sequence[File
 def _lone_file(store: Store, file: FileInfo) -> UsageError:
     url, name = join_url(store.url, file.path), file.path
     head = read_range(store, name, 0, min(LEGACY_HEAD, file.size))
-    what = f"{url} is a file, not a step"
-    if name == METADATA or layouts.shard_rank(name) is not None:
-        step = parent_url(url)
-        return UsageError(
-            f"{what}: it is part of {step}", next_command=command_line("verify", step)
-        )
     stem = name.rpartition(".")[0] or name
     convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
-    if is_before_archives(head):
-        return UsageError(
-            f"{what}: it {NOT_AN_ARCHIVE}", next_command="ckptctl explain format.unsupported"
+    next_command = "ckptctl explain format.unsupported"
+    if name == METADATA or layouts.shard_rank(name) is not None:
+        step = parent_url(url)
+        why, next_command = f": it is part of {step}", command_line("verify", step)
+    elif is_before_archives(head):
+        why = f": it {NOT_AN_ARCHIVE}"
+    elif head.startswith(ZIP_MAGIC):
+        why = ": if it is a file of torch.save, `ckptctl convert` can turn it into a step"
+        next_command = command_line(*convert)
+    elif name.endswith(WEIGHTS_ALONE):
+        why = (
+            ": it is named as a safetensors file, which holds only weights; `ckptctl convert` can "
+            "turn it into a step"
         )
-    if head.startswith(ZIP_MAGIC):
-        return UsageError(
-            f"{what}: if it is a file of torch.save, `ckptctl convert` can turn it into a step",
-            next_command=command_line(*convert),
-        )
-    if name.endswith(WEIGHTS_ALONE):
-        return UsageError(
-            f"{what}: it is named as a safetensors file, which holds only weights; `ckptctl "
-            "convert` can turn it into a step",
-            next_command=command_line(*convert, "--accept-unverifiable"),
-        )
-    return UsageError(
-        f"{what}, and not a known checkpoint format",
-        next_command="ckptctl explain format.unsupported",
-    )
+        next_command = command_line(*convert, "--accept-unverifiable")
+    else:
+        why = ", and not a known checkpoint format"
+    return UsageError(f"{url} is a file, not a step{why}", next_command=next_command)
 
 
 @dataclass(frozen=True, slots=True)
