@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import Self
 
 import msgspec
 
@@ -85,7 +86,7 @@ class Claim(msgspec.Struct, frozen=True):
         return self.state is ClaimState.PROVEN
 
 
-class Severity(StrEnum):
+class Severity(Ordered):
     """How bad one finding is.
 
     A `fault` makes the step unusable, a `warning` needs a person's attention, a
@@ -100,35 +101,26 @@ class Severity(StrEnum):
 class Verdict(Ordered):
     """What the findings of a step add up to, worst first."""
 
-    UNSAFE = "unsafe"
-    UNKNOWN = "unknown"
-    CHANGED = "changed"
-    CORRUPT = "corrupt"
-    INCOMPLETE = "incomplete"
-    IN_PROGRESS = "in-progress"
-    UNVERIFIABLE = "unverifiable"
-    REJECTED = "rejected"
-    SUPERSEDED = "superseded"
-    COMPLETE = "complete"
+    exit_code: int  # of `verify`
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of `verify` for this verdict."""
-        return _EXIT_CODES[self]
+    UNSAFE = "unsafe", 25
+    UNKNOWN = "unknown", 75
+    CHANGED = "changed", 26
+    CORRUPT = "corrupt", 21
+    INCOMPLETE = "incomplete", 20
+    IN_PROGRESS = "in-progress", 26
+    UNVERIFIABLE = "unverifiable", 22
+    REJECTED = "rejected", 27
+    SUPERSEDED = "superseded", 27
+    COMPLETE = "complete", 0
 
+    def __new__(cls, word: str, exit_code: int) -> Self:
+        """A verdict by its word; the exit code is beside it."""
+        verdict = str.__new__(cls, word)
+        verdict._value_ = word
+        verdict.exit_code = exit_code
+        return verdict
 
-_EXIT_CODES: Mapping[Verdict, int] = {
-    Verdict.UNSAFE: 25,
-    Verdict.UNKNOWN: 75,
-    Verdict.CHANGED: 26,
-    Verdict.CORRUPT: 21,
-    Verdict.INCOMPLETE: 20,
-    Verdict.IN_PROGRESS: 26,
-    Verdict.UNVERIFIABLE: 22,
-    Verdict.REJECTED: 27,
-    Verdict.SUPERSEDED: 27,
-    Verdict.COMPLETE: 0,
-}
 
 EXIT_FRESH = 10
 EXIT_NONE_USABLE = 11
@@ -426,14 +418,9 @@ def exit_code_of(findings: Collection[Finding]) -> int:
     return code if verdict is Verdict.COMPLETE or is_fixed else verdict.exit_code
 
 
-_SEVERITIES = list(Severity)
-
-
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings worst first, then by code and place: the order of every output."""
-    return tuple(
-        sorted(findings, key=lambda f: (_SEVERITIES.index(f.severity), f.code, f.where, f.message))
-    )
+    return tuple(sorted(findings, key=lambda f: (f.severity.place, f.code, f.where, f.message)))
 
 
 @dataclass(frozen=True, slots=True)
