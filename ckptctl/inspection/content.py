@@ -165,8 +165,6 @@ class ContentCheck:
             reason = "its checksums are not those that its serialization_id was made from"
             self._note(number, "record.crc", Checked(unreadable=reason))
 
-    # Words
-
     def _finding(self, file: int, code: str, alike: Mapping[int, Checked]) -> Finding:
         ranges = self.ranges
         numbers = sorted(alike, key=ranges.starts.__getitem__)

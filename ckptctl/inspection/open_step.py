@@ -273,10 +273,10 @@ class OpenStep:
         """
         return held_tensors(part for part in self.parts if part.part.format not in SHARDED)
 
-    @property
+    @cached_property
     def n_structure_reads(self) -> int:
-        """How many reads the structure of all parts takes."""
-        return sum(part.n_structure_reads for part in self.parts)
+        """How many reads the structure of all parts takes, counted as `n_structure_reads` does."""
+        return sum(n_structure_reads(part.ranges) for part in self.parts if part.metadata)
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -568,12 +568,6 @@ class OpenPart:
         """The records of the part, for the record engine."""
         return RecordSource(self.store, self.folder, self.ranges)
 
-    @property
-    def records_by_file(self) -> Mapping[str, int]:
-        """How many records lie in each shard file that the metadata names."""
-        names = self.ranges.file_names
-        return {name: len(held) for name, held in zip(names, self.ranges.by_file, strict=True)}
-
     def numbers(self, mapped: StateMap = ()) -> Mapping[str, int]:
         """The values of the `step` and `tokens` entries, by FQN. Cost: one read for each."""
         if not self.metadata:
@@ -593,11 +587,6 @@ class OpenPart:
             wanted=wanted.__contains__,
             archives=self.part.format is PartFormat.RANK_FILES,
         )
-
-    @cached_property
-    def n_structure_reads(self) -> int:
-        """How many reads the structure takes, counted as `n_structure_reads` does."""
-        return n_structure_reads(self.ranges) if self.metadata else 0
 
     @property
     def crcs(self) -> Sequence[int]:

@@ -657,7 +657,9 @@ class RunSearch(Search):
             self._check_counts(self.chosen_candidate)
             self._decide_branch(self.chosen_candidate)
         over = {id(one.report) for one in self.passed_over}
-        known = [one for one in self.inspect.inspections if id(one.report) in over]
+        inspector = self.inspect
+        every = (*inspector.at_listing.values(), *inspector.inspected.values())
+        known = [inspection for inspection in every if id(inspection.report) in over]
         self.not_shared = not_shared(known)
         if self.not_shared is not None and self.chosen is None and not self.unknown:
             self.stopped = NoStepReason.NOT_SHARED

@@ -17,6 +17,7 @@ from ckptctl.errors import NothingToResume, OptionError
 from ckptctl.findings import EXIT_STATE_MISSING, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import counts_training_steps
 from ckptctl.formatting import command_line, counted, safe, some_of, verb
+from ckptctl.inspection.inspecting import why_not_deeper
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import ExitCode, Level, Message, NextCommand
@@ -273,6 +274,7 @@ def _found(done: RunSearch, chosen: Report, candidate: Candidate, require: Colle
     passed_over = [over.report.number for over in done.passed_over]
     newer = [number for number in passed_over if number != chosen.number]
     past = f", falling back past {_numbers(newer)}" if newer else ""
+    inspected = done.inspect.inspected[candidate]
     return Pick(
         answer=Answer.FELL_BACK if newer else Answer.FOUND,
         roots=done.roots.urls,
@@ -280,7 +282,7 @@ def _found(done: RunSearch, chosen: Report, candidate: Candidate, require: Colle
         passed_over=tuple(done.passed_over),
         findings=tuple(done.findings),
         level=chosen.level,
-        level_reason=done.inspect.level_reason(candidate),
+        level_reason=why_not_deeper(inspected) if done.inspect.level is None else None,
         message=f"resume from step {step_in_words(chosen)}{past}",
         exit_code=0,
         next_command=None,

@@ -425,7 +425,8 @@ def _n_params(tensors: Sequence[TensorRow]) -> int | None:
 
 
 def _shards(part: OpenPart) -> Iterator[ShardRow]:
-    records = part.records_by_file
+    names, by_file = part.ranges.file_names, part.ranges.by_file
+    records = {name: len(numbers) for name, numbers in zip(names, by_file, strict=True)}
     for file in part.part.files:
         path = inside(part.part.path, file.path)
         if file.path in records or file.path.endswith((".distcp", ".safetensors")):
