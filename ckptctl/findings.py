@@ -17,6 +17,7 @@ from typing import Self
 
 import msgspec
 
+from ckptctl.formatting import command_line
 from ckptctl.model import (
     ExitCode,
     FindingCode,
@@ -380,7 +381,7 @@ def explained(
     code: str, where: str, message: str, expected: str | None = None, found: str | None = None
 ) -> Finding:
     """A finding of which the page says what to do next."""
-    return Finding(code, where, message, expected, found, f"ckptctl explain {code}")
+    return Finding(code, where, message, expected, found, command_line("explain", code))
 
 
 def verdict_of(findings: Iterable[Finding]) -> Verdict:
