@@ -9,7 +9,7 @@ verdict that it forces. Higher layers decide how findings are printed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 
-from ckptctl.formatting import command_line
+from ckptctl.formatting import command_line, some_of
 from ckptctl.model import (
     ExitCode,
     FindingCode,
@@ -382,6 +382,26 @@ def explained(
 ) -> Finding:
     """A finding of which the page says what to do next."""
     return Finding(code, where, message, expected, found, command_line("explain", code))
+
+
+_MAX_ALIKE = 20
+"""So many findings of one code are listed one by one."""
+
+
+def at_most_few(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings, but of each code only the first few and one for all others together."""
+    others: dict[str, list[str]] = {}
+    n_seen: dict[str, int] = {}
+    for finding in findings:
+        n_seen[finding.code] = n_seen.get(finding.code, 0) + 1
+        if n_seen[finding.code] <= _MAX_ALIKE:
+            yield finding
+        else:
+            others.setdefault(finding.code, []).append(finding.where)
+    for code, places in others.items():
+        yield Finding(
+            code, some_of(places), f"{CODES[code].title}: the same in {len(places):,} more places"
+        )
 
 
 def verdict_of(findings: Iterable[Finding]) -> Verdict:

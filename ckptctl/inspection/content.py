@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, StorageUnavailable
-from ckptctl.findings import NOTHING_PROVEN, ByStore, Finding, Proven, explained
+from ckptctl.findings import NOTHING_PROVEN, ByStore, Finding, Proven, at_most_few, explained
 from ckptctl.formats.archive.safetensors import SUFFIX
 from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.frameworks.state_keys import is_moment_name, is_square
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, Stored
-from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
+from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.structure import SAYS, readable_ranges
 from ckptctl.model import Checksum, FileInfo, Kept, Part, TensorEntry

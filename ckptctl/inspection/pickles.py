@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
-from ckptctl.findings import Finding, explained
+from ckptctl.findings import Finding, at_most_few, explained
 from ckptctl.formats.archive.directory import (
     ZIP_MAGIC,
     Member,
@@ -35,7 +35,7 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import archives_in
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formats.pickles.values import Decoded, TensorStub, check_bytes, decode_all
-from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of
+from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.sidecars import MAX_PICKLE_BYTES, unsafe_file
 from ckptctl.inspection.structure import readable_ranges

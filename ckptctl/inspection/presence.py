@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from operator import add, gt, mul
 
-from ckptctl.findings import Finding, explained
+from ckptctl.findings import Finding, at_most_few, explained
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.pickles.stubs import shown
-from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
+from ckptctl.formatting import counted, inside, some_of, verb
 from ckptctl.model import DTYPE_SIZES, NO_FILE, BytesEntry, FileInfo, Metadata, TensorEntry
 from ckptctl.records.ranges import Ranges
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.findings import Finding, explained
+from ckptctl.findings import Finding, at_most_few, explained
 from ckptctl.formats.families import (
     COMPOSERS_RANKS,
     CONVERSIONS,
@@ -33,7 +33,7 @@ from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import shown
-from ckptctl.formatting import at_most_few, command_line, counted, listed, some_of, verb
+from ckptctl.formatting import command_line, counted, listed, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.safetensors import check_index, check_numbers
 from ckptctl.inspection.shape import missing_file

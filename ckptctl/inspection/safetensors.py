@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, at_most_few
 from ckptctl.formats.archive.safetensors import (
     INDEX_SUFFIX,
     MAX_HEADER,
@@ -24,7 +24,7 @@ from ckptctl.formats.archive.safetensors import (
     parse_header,
     parse_index,
 )
-from ckptctl.formatting import at_most_few, counted, inside, some_of
+from ckptctl.formatting import counted, inside, some_of
 from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.presence import escape_reason
 from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry

@@ -22,7 +22,7 @@ from ckptctl.errors import (
     PathEscape,
     PathNotFound,
 )
-from ckptctl.findings import CODES, Finding, Severity, explained
+from ckptctl.findings import CODES, Finding, Severity, at_most_few, explained
 from ckptctl.formats.frameworks.file_names import is_named_as_weights
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_saved, step_name
 from ckptctl.formats.own.files import read_back
@@ -39,7 +39,7 @@ from ckptctl.formats.own.seals import (
     parse_seal,
     seal_digest,
 )
-from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
+from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.marks import check_marks, read_marks_file, unusable
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnsafe, RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, at_most_few
 from ckptctl.formats.archive.directory import TAIL, View, read_directory, read_member, tail_needed
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import at_most_few, counted, inside
+from ckptctl.formatting import counted, inside
 from ckptctl.inspection.presence import escape_reason, holds_safetensors
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.records.opening import (
