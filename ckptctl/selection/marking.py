@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, Unpack
 
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
@@ -34,9 +34,6 @@ from ckptctl.model import ExitCode, Level, Message, NextCommand, StepNumber, Ste
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.opening import absolute_url, join_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ckptctl.inspection.inspecting import why_not_deeper
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import ExitCode, Level, Message, NextCommand
-from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.branches import WriteOrder
 from ckptctl.selection.candidates import Candidate, candidates_of
 from ckptctl.selection.choosing import (
@@ -39,11 +39,6 @@ from ckptctl.selection.empty_roots import check_unnumbered
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import PickKeywords
 
 
 @dataclass(frozen=True, slots=True)

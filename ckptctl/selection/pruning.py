@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.errors import OptionError, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import Verdict
@@ -48,10 +48,6 @@ from ckptctl.selection.retention import (
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.targets import open_roots, roots_in
 from ckptctl.storage.contract import Store, Upload
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 OnBytes = Callable[[int, int], None]
 """Called with the bytes of a step that have been compared, and their total."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl import __version__
 from ckptctl.errors import AccessDenied, AlreadyExists, OptionError, PathNotFound, UsageError
@@ -50,9 +50,6 @@ from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.signatures import public_key_of
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import join_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)

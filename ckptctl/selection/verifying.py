@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, PathNotFound, StepDamaged, StorageError
@@ -61,8 +61,6 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import OnProgress, Stop
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Unpack
 
 from ckptctl import __version__
 from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, StorageError
@@ -30,7 +30,7 @@ from ckptctl.formats.own.files import as_stored, read_back
 from ckptctl.formatting import command_line, duration, rfc3339, seconds_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import ExitCode, Level, NextCommand
-from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
+from ckptctl.options import PickPolicy, Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, ReadThrottle
 from ckptctl.selection.candidates import CachingInspector, Candidate, candidates_of
 from ckptctl.selection.choosing import refusal, why_not
@@ -40,12 +40,6 @@ from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.targets import OpenRoot, SeenRoots, check_is_folder, open_roots, roots_in
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, TooLarge, storage_time_s
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import StepKeywords
-
 
 ALARM_AFTER = 3.0
 """After how many save intervals without a newer proven step the alarm is raised by default.
