@@ -225,8 +225,10 @@ class Structure:
         """Add up the findings once all records were taken, and what reading them cost."""
         self.findings = tuple(self._added_up())
         self.n_reads, self.n_bytes = reading.n_reads, reading.n_bytes
+        # An open step keeps its structure, and no longer what only reading needs.
         self._by_order.clear()
         self._alike_in.clear()
+        self._templates = Templates()
 
     def _added_up(self) -> Iterator[Finding]:
         """Yield one finding for each file and code, and for what is no fault one for the part.
