@@ -352,7 +352,7 @@ LOADS: list[tuple[str, Callable[[Script, Path], None]]] = [
 
 def _stages(script: Script, root: Path) -> dict[str, float]:
     """Seconds of the processor in each stage of a resume on this rank, by the profiler."""
-    from ckptctl.selection.fencing import take_token
+    from ckptctl.selection.history import take_token
     from ckptctl.train import optimizers, reader, resolving, restoring, resuming, state
 
     run = resuming.Resume

@@ -1,4 +1,7 @@
-"""Findings, their codes and severities, and the verdict that they add up to.
+"""Findings, their codes and severities, and the claims and the verdict that they add up to.
+
+A claim is proven, contradicted or unknown, and nothing else: what was not recognized, not
+checked or not seen is unknown, with what would prove it.
 
 `CODES` is the table of all finding codes, each with its severity and the
 verdict that it forces. Higher layers decide how findings are printed.
@@ -6,11 +9,15 @@ verdict that it forces. Higher layers decide how findings are printed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from typing import Self
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
+import msgspec
+
+from ckptctl.formatting import command_line, some_of
 from ckptctl.model import (
     ExitCode,
     FindingCode,
@@ -25,7 +32,62 @@ from ckptctl.model import (
 )
 
 
-class Severity(StrEnum):
+class ClaimState(StrEnum):
+    """Whether a claim holds."""
+
+    PROVEN = "proven"
+    CONTRADICTED = "contradicted"
+    UNKNOWN = "unknown"
+
+
+class ClaimName(StrEnum):
+    """What is claimed of a step."""
+
+    WHOLE = "whole"
+    """What the save consists of is known, and all of it is there."""
+    BYTES = "bytes"
+    """The bytes are those that were written."""
+    ONE_SAVE = "one save"
+    """All parts and files were written by the same save."""
+    IDENTITY = "identity"
+    """It is the step that its name states."""
+    STATE = "state"
+    """The train state that it holds is recognized."""
+    BRANCH = "branch"
+    """It is on the branch that the run is on now."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """One claim about a step, with its evidence."""
+
+    name: ClaimName
+    """What is claimed."""
+    state: ClaimState
+    """Whether it holds."""
+    by: str
+    """What proves or contradicts it; of an unknown one, why it is unknown."""
+    would_prove: str | None = None
+    """What would prove an unknown claim; null for any other."""
+    finding: str | None = None
+    """The code of the finding that contradicts it, or that leaves it unknown; else null."""
+
+    @classmethod
+    def proven(cls, name: ClaimName, by: str) -> Claim:
+        """A claim that holds."""
+        return cls(name, ClaimState.PROVEN, by)
+
+    @classmethod
+    def unknown(cls, name: ClaimName, why: str, would_prove: str | None = None) -> Claim:
+        """A claim of which nothing is known yet."""
+        return cls(name, ClaimState.UNKNOWN, why, would_prove)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the claim holds."""
+        return self.state is ClaimState.PROVEN
+
+
+class Severity(Ordered):
     """How bad one finding is.
 
     A `fault` makes the step unusable, a `warning` needs a person's attention, a
@@ -40,35 +102,26 @@ class Severity(StrEnum):
 class Verdict(Ordered):
     """What the findings of a step add up to, worst first."""
 
-    UNSAFE = "unsafe"
-    UNKNOWN = "unknown"
-    CHANGED = "changed"
-    CORRUPT = "corrupt"
-    INCOMPLETE = "incomplete"
-    IN_PROGRESS = "in-progress"
-    UNVERIFIABLE = "unverifiable"
-    REJECTED = "rejected"
-    SUPERSEDED = "superseded"
-    COMPLETE = "complete"
+    exit_code: int  # of `verify`
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of `verify` for this verdict."""
-        return _EXIT_CODES[self]
+    UNSAFE = "unsafe", 25
+    UNKNOWN = "unknown", 75
+    CHANGED = "changed", 26
+    CORRUPT = "corrupt", 21
+    INCOMPLETE = "incomplete", 20
+    IN_PROGRESS = "in-progress", 26
+    UNVERIFIABLE = "unverifiable", 22
+    REJECTED = "rejected", 27
+    SUPERSEDED = "superseded", 27
+    COMPLETE = "complete", 0
 
+    def __new__(cls, word: str, exit_code: int) -> Self:
+        """A verdict by its word; the exit code is beside it."""
+        verdict = str.__new__(cls, word)
+        verdict._value_ = word
+        verdict.exit_code = exit_code
+        return verdict
 
-_EXIT_CODES: Mapping[Verdict, int] = {
-    Verdict.UNSAFE: 25,
-    Verdict.UNKNOWN: 75,
-    Verdict.CHANGED: 26,
-    Verdict.CORRUPT: 21,
-    Verdict.INCOMPLETE: 20,
-    Verdict.IN_PROGRESS: 26,
-    Verdict.UNVERIFIABLE: 22,
-    Verdict.REJECTED: 27,
-    Verdict.SUPERSEDED: 27,
-    Verdict.COMPLETE: 0,
-}
 
 EXIT_FRESH = 10
 EXIT_NONE_USABLE = 11
@@ -98,17 +151,14 @@ class Code:
         return self.severity is Severity.FAULT and self.verdict is not Verdict.UNVERIFIABLE
 
 
-def _fault(verdict: Verdict | None, title: str, claim: ClaimName | None = None) -> Code:
-    return Code(Severity.FAULT, verdict, title, claim)
-
-
-def _note(title: str) -> Code:
-    return Code(Severity.NOTE, None, title)
-
-
-def _warning(title: str, claim: ClaimName | None = None) -> Code:
-    return Code(Severity.WARNING, None, title, claim)
-
+_note = partial(Code, Severity.NOTE, None)
+_warning = partial(Code, Severity.WARNING, None)
+_fault = partial(Code, Severity.FAULT)
+_corrupt = partial(_fault, Verdict.CORRUPT)
+_incomplete = partial(_fault, Verdict.INCOMPLETE)
+_unknown = partial(_fault, Verdict.UNKNOWN)
+_unproven = partial(_fault, Verdict.UNVERIFIABLE)
+_unsafe = partial(_fault, Verdict.UNSAFE)
 
 _WHOLE, _BYTES, _ONE_SAVE = ClaimName.WHOLE, ClaimName.BYTES, ClaimName.ONE_SAVE
 _IDENTITY, _STATE, _BRANCH = ClaimName.IDENTITY, ClaimName.STATE, ClaimName.BRANCH
@@ -124,52 +174,38 @@ NO_METADATA = frozenset({"metadata.missing", "metadata.unreadable", "metadata.un
 
 # Something missing makes a step `incomplete`; something wrong makes it `corrupt`.
 CODES: Mapping[str, Code] = {
-    "metadata.missing": _fault(Verdict.INCOMPLETE, "the metadata file is missing", _WHOLE),
-    "metadata.empty": _fault(Verdict.INCOMPLETE, "the metadata lists no entries", _WHOLE),
-    "metadata.unreadable": _fault(Verdict.CORRUPT, "the metadata cannot be decoded", _BYTES),
-    "metadata.unsafe": _fault(Verdict.UNSAFE, "loading the metadata could run code", _BYTES),
-    "metadata.ambiguous": _fault(
-        Verdict.INCOMPLETE, "the step has two sets of metadata", _ONE_SAVE
-    ),
-    "metadata.path": _fault(
-        Verdict.CORRUPT, "a key path contradicts the name of its entry", _BYTES
-    ),
+    "metadata.missing": _incomplete("the metadata file is missing", _WHOLE),
+    "metadata.empty": _incomplete("the metadata lists no entries", _WHOLE),
+    "metadata.unreadable": _corrupt("the metadata cannot be decoded", _BYTES),
+    "metadata.unsafe": _unsafe("loading the metadata could run code", _BYTES),
+    "metadata.ambiguous": _incomplete("the step has two sets of metadata", _ONE_SAVE),
+    "metadata.path": _corrupt("a key path contradicts the name of its entry", _BYTES),
     "metadata.foreign": _warning("the metadata names another step", _IDENTITY),
-    "shard.missing": _fault(Verdict.INCOMPLETE, "a shard file is missing", _WHOLE),
-    "shard.truncated": _fault(
-        Verdict.INCOMPLETE, "a shard file is shorter than the metadata requires", _WHOLE
-    ),
+    "shard.missing": _incomplete("a shard file is missing", _WHOLE),
+    "shard.truncated": _incomplete("a shard file is shorter than the metadata requires", _WHOLE),
     "shard.empty": _note("an empty shard file that nothing refers to"),
     "shard.stale": _warning(
         "a shard file is unchanged since the step before, and others changed", _ONE_SAVE
     ),
     "shard.orphan": _note("a shard file that no metadata names"),
     "shard.trailing": _warning("a shard file contains bytes that no record uses"),
-    "range.missing": _fault(Verdict.INCOMPLETE, "an entry has no byte range", _WHOLE),
-    "range.overlap": _fault(Verdict.CORRUPT, "two byte ranges in one file overlap", _BYTES),
-    "range.outside": _fault(Verdict.CORRUPT, "a byte range that no file can contain", _BYTES),
-    "range.stray": _fault(Verdict.CORRUPT, "a byte range belongs to no entry", _BYTES),
-    "path.escape": _fault(Verdict.UNSAFE, "a path leads outside the step", _BYTES),
-    "coverage.gap": _fault(Verdict.INCOMPLETE, "part of a tensor is in no chunk", _WHOLE),
-    "coverage.overlap": _fault(
-        Verdict.CORRUPT, "part of a tensor is in more than one chunk", _WHOLE
-    ),
-    "coverage.outside": _fault(Verdict.CORRUPT, "a chunk extends beyond its tensor", _WHOLE),
-    "record.framing": _fault(Verdict.CORRUPT, "a record is not a well-formed archive", _BYTES),
-    "record.mismatch": _fault(Verdict.CORRUPT, "a record does not match the metadata", _BYTES),
-    "record.unsafe": _fault(Verdict.UNSAFE, "loading a record could run code", _BYTES),
-    "record.crc": _fault(
-        Verdict.CORRUPT, "the bytes of a record do not match its checksum", _BYTES
-    ),
+    "range.missing": _incomplete("an entry has no byte range", _WHOLE),
+    "range.overlap": _corrupt("two byte ranges in one file overlap", _BYTES),
+    "range.outside": _corrupt("a byte range that no file can contain", _BYTES),
+    "range.stray": _corrupt("a byte range belongs to no entry", _BYTES),
+    "path.escape": _unsafe("a path leads outside the step", _BYTES),
+    "coverage.gap": _incomplete("part of a tensor is in no chunk", _WHOLE),
+    "coverage.overlap": _corrupt("part of a tensor is in more than one chunk", _WHOLE),
+    "coverage.outside": _corrupt("a chunk extends beyond its tensor", _WHOLE),
+    "record.framing": _corrupt("a record is not a well-formed archive", _BYTES),
+    "record.mismatch": _corrupt("a record does not match the metadata", _BYTES),
+    "record.unsafe": _unsafe("loading a record could run code", _BYTES),
+    "record.crc": _corrupt("the bytes of a record do not match its checksum", _BYTES),
     "record.no-crc": _note("the records have no checksums"),
     "record.transformed": _note("the records are compressed, and their framing was not checked"),
-    "record.unverifiable": _fault(
-        Verdict.UNVERIFIABLE, "records have neither checksums nor a seal", _BYTES
-    ),
+    "record.unverifiable": _unproven("records have neither checksums nor a seal", _BYTES),
     "content.partial": _note("only part of the bytes was compared"),
-    "content.unfinished": _fault(
-        Verdict.UNVERIFIABLE, "the comparison of the bytes was not finished", _BYTES
-    ),
+    "content.unfinished": _unproven("the comparison of the bytes was not finished", _BYTES),
     "values.not-finite": _warning("a tensor contains NaN or infinity"),
     "optimizer.zero": _warning("all that the optimizer keeps is zero"),
     "optimizer.idle": _note("some of what the optimizer keeps is zero"),
@@ -178,26 +214,18 @@ CODES: Mapping[str, Code] = {
     "optimizer.unchanged": _warning("the weights have moved, and the moments have not"),
     "optimizer.discontinuous": _warning("moments fell faster than the optimizer lets them"),
     "optimizer.unseen": _note("no tensor that an optimizer keeps was read"),
-    "format.unsupported": _fault(
-        Verdict.UNVERIFIABLE, "ckptctl does not inspect this format", _WHOLE
-    ),
-    "format.unlisted": _fault(
-        Verdict.UNVERIFIABLE, "nothing states which files belong to the step", _WHOLE
-    ),
+    "format.unsupported": _unproven("ckptctl does not inspect this format", _WHOLE),
+    "format.unlisted": _unproven("nothing states which files belong to the step", _WHOLE),
     "format.no-checksums": _note("the format has no checksums"),
     "index.size": _warning("an index states another size than its files have", _ONE_SAVE),
-    "part.missing": _fault(Verdict.INCOMPLETE, "a part of the step is missing", _WHOLE),
-    "file.missing": _fault(
-        Verdict.INCOMPLETE, "a file that the layout requires is missing", _WHOLE
-    ),
-    "file.fewer": _fault(
-        Verdict.UNVERIFIABLE, "fewer files of like kinds than in the steps before", _WHOLE
-    ),
+    "part.missing": _incomplete("a part of the step is missing", _WHOLE),
+    "file.missing": _incomplete("a file that the layout requires is missing", _WHOLE),
+    "file.fewer": _unproven("fewer files of like kinds than in the steps before", _WHOLE),
     "file.dropped": _warning("a file with state is missing that the steps before hold", _WHOLE),
     "file.gone": _warning("a file is missing that the steps before hold", _WHOLE),
     "file.truncated": _warning("a JSON file beside the shards is truncated"),
-    "file.unreadable": _fault(Verdict.CORRUPT, "a sidecar is damaged", _BYTES),
-    "file.unsafe": _fault(Verdict.UNSAFE, "loading a file could run code"),
+    "file.unreadable": _corrupt("a sidecar is damaged", _BYTES),
+    "file.unsafe": _unsafe("loading a file could run code"),
     "pickle.unknown": _warning("a pickle names a class that is in no list of known ones"),
     "state.missing": _note("some train state is missing"),
     "state.adapter": _note("the weights are those of an adapter, without the base model"),
@@ -208,29 +236,23 @@ CODES: Mapping[str, Code] = {
     "state.not-finite": _fault(
         Verdict.REJECTED, "the weights hold NaN, and training had diverged before the save", _STATE
     ),
-    "state.mixed": _fault(
-        Verdict.CORRUPT, "shard files disagree about the optimizer's step count", _ONE_SAVE
-    ),
+    "state.mixed": _corrupt("shard files disagree about the optimizer's step count", _ONE_SAVE),
     "world-size.differs": _note("the step was written by a different number of ranks"),
     "world-size.bound": _note("nothing says how another number of ranks could load the step"),
     "world-size.fixed": _note("the step loads only at the world size that wrote it"),
-    "step.unfinished": _fault(Verdict.INCOMPLETE, "the save was interrupted", _WHOLE),
+    "step.unfinished": _incomplete("the save was interrupted", _WHOLE),
     "step.in-progress": _fault(Verdict.IN_PROGRESS, "a save is in progress", _WHOLE),
     "step.changed": _fault(Verdict.CHANGED, "the step changed during the inspection", _ONE_SAVE),
-    "step.unknown": _fault(Verdict.UNKNOWN, "the storage did not answer"),
-    "step.denied": _fault(Verdict.UNKNOWN, "the storage denied access"),
-    "step.linked": _fault(Verdict.UNKNOWN, "a step, or a file of it, is a link, and not followed"),
-    "step.archived": _fault(Verdict.UNKNOWN, "files of the step are in an archive tier"),
-    "step.no-memory": _fault(Verdict.UNKNOWN, "there was not enough memory for the inspection"),
-    "step.two-saves": _fault(Verdict.INCOMPLETE, "files of two saves lie in one step", _ONE_SAVE),
+    "step.unknown": _unknown("the storage did not answer"),
+    "step.denied": _unknown("the storage denied access"),
+    "step.linked": _unknown("a step, or a file of it, is a link, and not followed"),
+    "step.archived": _unknown("files of the step are in an archive tier"),
+    "step.no-memory": _unknown("there was not enough memory for the inspection"),
+    "step.two-saves": _incomplete("files of two saves lie in one step", _ONE_SAVE),
     "step.times": _warning("files of the step were written far apart", _ONE_SAVE),
-    "step.foreign": _fault(Verdict.CORRUPT, "the step was sealed as another step", _IDENTITY),
-    "step.nested": _fault(
-        Verdict.CORRUPT, "the folder is named as a step and holds several", _IDENTITY
-    ),
-    "step.wrong-step": _fault(
-        Verdict.CORRUPT, "the folder holds an earlier step than its name states", _IDENTITY
-    ),
+    "step.foreign": _corrupt("the step was sealed as another step", _IDENTITY),
+    "step.nested": _corrupt("the folder is named as a step and holds several", _IDENTITY),
+    "step.wrong-step": _corrupt("the folder holds an earlier step than its name states", _IDENTITY),
     "step.rejected": _fault(Verdict.REJECTED, "the step was rejected"),
     "step.superseded": _fault(
         Verdict.SUPERSEDED, "the step belongs to an abandoned branch", _BRANCH
@@ -239,15 +261,11 @@ CODES: Mapping[str, Code] = {
     "step.accepted": _note("the step was rejected and later accepted"),
     "step.pinned": _note("the step is pinned, and is not removed"),
     "step.confirmed": _note("training has shown that the step is good"),
-    "seal.digest": _fault(Verdict.CORRUPT, "a file does not match the seal", _BYTES),
-    "seal.gone": _fault(Verdict.INCOMPLETE, "a sealed file is missing or truncated", _WHOLE),
-    "seal.bad-signature": _fault(
-        Verdict.UNVERIFIABLE, "the seal was not made with the given key, or by its signer"
-    ),
-    "seal.required": _fault(Verdict.UNVERIFIABLE, "a seal is required, and none proves the step"),
-    "seal.not-compared": _fault(
-        Verdict.UNVERIFIABLE, "a seal is required, and it was not compared with every byte"
-    ),
+    "seal.digest": _corrupt("a file does not match the seal", _BYTES),
+    "seal.gone": _incomplete("a sealed file is missing or truncated", _WHOLE),
+    "seal.bad-signature": _unproven("the seal was not made with the given key, or by its signer"),
+    "seal.required": _unproven("a seal is required, and none proves the step"),
+    "seal.not-compared": _unproven("a seal is required, and it was not compared with every byte"),
     "seal.invalid": _warning("the seal is damaged"),
     "seal.unsupported": _warning("the seal requires a newer ckptctl"),
     "seal.foreign": _warning("the seal belongs to another step"),
@@ -263,17 +281,13 @@ CODES: Mapping[str, Code] = {
     "seal.set-back": _warning("the root has no seal as new as the one that was asked for"),
     "seal.extra": _warning("a file was added after the step was sealed"),
     "seal.missing": _note("the step has no seal"),
-    "store.contradicts": _fault(
-        Verdict.CORRUPT,
-        "the bytes of an object do not match the checksum that the store reports",
-        _BYTES,
+    "store.contradicts": _corrupt(
+        "the bytes of an object do not match the checksum that the store reports", _BYTES
     ),
-    "store.rewritten": _fault(
-        Verdict.UNVERIFIABLE, "a sealed object was written again, and its bytes were not compared"
+    "store.rewritten": _unproven(
+        "a sealed object was written again, and its bytes were not compared"
     ),
-    "store.unverifiable": _fault(
-        Verdict.UNVERIFIABLE, "the store has no checksum that can be compared with a seal"
-    ),
+    "store.unverifiable": _unproven("the store has no checksum that can be compared with a seal"),
     "mark.damaged": _warning("a mark cannot be read"),
     "mark.outdated": _note("a mark refers to an earlier save of the step"),
     "step.duplicate": _warning("two folders have the same step number", _IDENTITY),
@@ -363,6 +377,33 @@ class Finding:
         return CODES[self.code].verdict
 
 
+def explained(
+    code: str, where: str, message: str, expected: str | None = None, found: str | None = None
+) -> Finding:
+    """A finding of which the page says what to do next."""
+    return Finding(code, where, message, expected, found, command_line("explain", code))
+
+
+_MAX_ALIKE = 20
+"""So many findings of one code are listed one by one."""
+
+
+def at_most_few(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings, but of each code only the first few and one for all others together."""
+    others: dict[str, list[str]] = {}
+    n_seen: dict[str, int] = {}
+    for finding in findings:
+        n_seen[finding.code] = n_seen.get(finding.code, 0) + 1
+        if n_seen[finding.code] <= _MAX_ALIKE:
+            yield finding
+        else:
+            others.setdefault(finding.code, []).append(finding.where)
+    for code, places in others.items():
+        yield Finding(
+            code, some_of(places), f"{CODES[code].title}: the same in {len(places):,} more places"
+        )
+
+
 def verdict_of(findings: Iterable[Finding]) -> Verdict:
     """The worst verdict that any finding forces; `complete` when none does."""
     forced = [f.verdict for f in findings if f.verdict is not None]
@@ -398,14 +439,9 @@ def exit_code_of(findings: Collection[Finding]) -> int:
     return code if verdict is Verdict.COMPLETE or is_fixed else verdict.exit_code
 
 
-_SEVERITIES = list(Severity)
-
-
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings worst first, then by code and place: the order of every output."""
-    return tuple(
-        sorted(findings, key=lambda f: (_SEVERITIES.index(f.severity), f.code, f.where, f.message))
-    )
+    return tuple(sorted(findings, key=lambda f: (f.severity.place, f.code, f.where, f.message)))
 
 
 @dataclass(frozen=True, slots=True)

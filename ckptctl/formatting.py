@@ -8,11 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptctl.findings import CODES, Finding
 from ckptctl.redaction import shell_command
-
-_MAX_ALIKE = 20
-"""So many findings of one code are listed one by one."""
 
 _EXAMPLES = 3
 _LAST_S = 253_402_300_799.0
@@ -64,22 +60,6 @@ def path_word(path: str) -> str:
 def inside(part_path: str, name: str) -> str:
     """`name` of a part, relative to the step."""
     return f"{part_path}/{name}" if part_path else name
-
-
-def at_most_few(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """The findings, but of each code only the first few and one for all others together."""
-    others: dict[str, list[str]] = {}
-    n_seen: dict[str, int] = {}
-    for finding in findings:
-        n_seen[finding.code] = n_seen.get(finding.code, 0) + 1
-        if n_seen[finding.code] <= _MAX_ALIKE:
-            yield finding
-        else:
-            others.setdefault(finding.code, []).append(finding.where)
-    for code, places in others.items():
-        yield Finding(
-            code, some_of(places), f"{CODES[code].title}: the same in {len(places):,} more places"
-        )
 
 
 def size(n_bytes: int) -> str:

@@ -40,12 +40,10 @@ Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 FindingCode = Annotated[str, Meta(pattern=r"^[a-z-]+\.[a-z-]+$")]
 Message = Annotated[str, Meta(description="The answer in one line.")]
 NextCommand = Annotated[
-    str | None,
-    Meta(description="The command to run next; null where there is nothing to do."),
+    str | None, Meta(description="The command to run next; null where there is nothing to do.")
 ]
 StepNumber = Annotated[
-    Count | None,
-    Meta(description="The training step; null where the folder's name gives none."),
+    Count | None, Meta(description="The training step; null where the folder's name gives none.")
 ]
 StepUrl = Annotated[str, Meta(description="The address of the step.")]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptctl.claims import Claim, ClaimName
-from ckptctl.findings import Finding, Report, Verdict, in_order, verdict_of
+from ckptctl.findings import Claim, ClaimName, Finding, Report, Verdict, in_order, verdict_of
 from ckptctl.model import STATE_KINDS, Level, StatePart, TrainState, WorldSize
 from ckptctl.selection.choosing import Answer, PassedOver
 from ckptctl.selection.picking import Pick, Scan

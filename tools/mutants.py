@@ -42,7 +42,7 @@ DECIDING = {
     "selection/picking.py": ["selection"],
     "selection/pruning.py": ["selection"],
     "selection/branches.py": ["selection"],
-    "inspection/family_tensors.py": ["inspection", "selection"],
+    "inspection/file_kinds.py": ["inspection", "selection"],
     "inspection/whole.py": ["inspection", "selection"],
     "inspection/one_save.py": ["inspection", "selection"],
     "inspection/content.py": ["inspection", "selection"],

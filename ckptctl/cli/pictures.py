@@ -11,9 +11,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.cli.rendering import Line, Style, StyledText, line
-from ckptctl.findings import CODES, NO_METADATA, Finding, Report, Severity, Verdict
+from ckptctl.findings import (
+    CODES,
+    NO_METADATA,
+    Claim,
+    ClaimName,
+    ClaimState,
+    Finding,
+    Report,
+    Severity,
+    Verdict,
+)
 from ckptctl.formats.frameworks.file_names import rank_file, rank_in_name
 from ckptctl.formats.frameworks.layouts import rank_local_rank, shard_rank
 from ckptctl.formatting import counted

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import ckptctl
-from ckptctl.claims import ClaimName
 from ckptctl.cli.options import MetricsOpt, OfStep, OptionalRootOpt, RootsArg
 from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.pictures import (
@@ -35,7 +34,7 @@ from ckptctl.cli.rendering import (
     padded,
     step_name,
 )
-from ckptctl.findings import EXIT_FRESH, Report, Severity, Verdict
+from ckptctl.findings import EXIT_FRESH, ClaimName, Report, Severity, Verdict
 from ckptctl.formatting import age, and_more, counted, size, utc
 from ckptctl.model import TrainState, WorldSize
 from ckptctl.options import Parameter, PickPolicy, StorageOptions

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, StorageUnavailable
-from ckptctl.findings import NOTHING_PROVEN, Finding, Proven
+from ckptctl.findings import NOTHING_PROVEN, ByStore, Finding, Proven, at_most_few, explained
 from ckptctl.formats.archive.safetensors import SUFFIX
+from ckptctl.formats.digests import BLOCK_BYTES
 from ckptctl.formats.frameworks.state_keys import is_moment_name, is_square
-from ckptctl.formats.own.seals import Seal
-from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
+from ckptctl.formats.own.seals import SEAL, Seal, SealedFile, Stored
+from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.seals import check_sealed_bytes, comparable, proven
 from ckptctl.inspection.structure import SAYS, readable_ranges
-from ckptctl.model import FileInfo, Part, TensorEntry
-from ckptctl.records.byte_pass import BlockDigests, Limits, Run, StretchRun, read_runs
+from ckptctl.model import Checksum, FileInfo, Kept, Part, TensorEntry
+from ckptctl.records.byte_pass import BlockDigests, Limits, read_runs
 from ckptctl.records.not_finite import FORMS, Form, Values
 from ckptctl.records.opening import ZSTD
 from ckptctl.records.ranges import Ranges
@@ -164,8 +164,6 @@ class ContentCheck:
             reason = "its checksums are not those that its serialization_id was made from"
             self._note(number, "record.crc", Checked(unreadable=reason))
 
-    # Words
-
     def _finding(self, file: int, code: str, alike: Mapping[int, Checked]) -> Finding:
         ranges = self.ranges
         numbers = sorted(alike, key=ranges.starts.__getitem__)
@@ -216,14 +214,13 @@ class ContentCheck:
         if n_infinite:
             counts.append(f"{n_infinite:,} {verb(n_infinite, 'is', 'are')} infinite")
         least = "at least " if values.more else ""
-        return Finding(
+        return explained(
             "values.not-finite",
             inside(self.part_path, fqn),
             f"of {counted(values.n_values, 'value')} scanned, {least}{' and '.join(counts)}: "
             "the tensor was saved with them",
             expected="finite values",
             found=f"{least}{n_nan:,} NaN, {n_infinite:,} infinite",
-            next_command="ckptctl explain values.not-finite",
         )
 
 
@@ -284,7 +281,23 @@ class ContentInspection:
     """What was scanned, by the path of the part and the FQN."""
 
 
-class SealComparison:
+def comparable(
+    seal: Seal, files: Sequence[FileInfo], passed_over: Collection[str] = ()
+) -> tuple[SealedFile, ...]:
+    """The sealed files whose bytes are to be compared.
+
+    Those that the listing `files` does not have with their sealed size, and those
+    `passed_over`, have a finding already.
+    """
+    sizes = {file.path: file.size for file in files if file.kind == "file"}
+    return tuple(
+        sealed
+        for sealed in seal.files
+        if sizes.get(sealed.path) == sealed.size and sealed.path not in passed_over
+    )
+
+
+class SealComparison(BlockDigests):
     """Every byte of the sealed files of a step, block by block, against its seal.
 
     `folder` is the step in the store, `files` its listing; files of `passed_over` have a
@@ -297,25 +310,65 @@ class SealComparison:
         self._seal = seal
         self._files = comparable(seal, files, passed_over)
         sizes = {file.path: file.size for file in self._files}
-        self._digests = BlockDigests(folder, sizes, seal.algorithm)
-
-    def runs(self, others: Sequence[StretchRun] = ()) -> list[Run]:
-        """What to read: `others`, digested where they are blocks, and the blocks that are not."""
-        return self._digests.runs(others)
-
-    @property
-    def whole(self) -> bool:
-        """All of it was read."""
-        return self._digests.whole
+        super().__init__(folder, sizes, seal.algorithm)
 
     @property
     def proven(self) -> frozenset[str]:
         """The files that are what was sealed, to the last byte."""
-        return proven(self._files, self._digests.found)
+        found = self.found
+        return frozenset(
+            sealed.path
+            for sealed in self._files
+            if tuple(found.get(sealed.path, ())) == tuple(sealed.digests.by_block)
+        )
 
     def findings(self) -> Iterator[Finding]:
         """Yield a `seal.digest` for each file with a block that is not what was sealed."""
-        return check_sealed_bytes(self._seal, self._files, self._digests.found)
+        owners = {sealed.digests.by_block: sealed.path for sealed in self._seal.files}
+        found = self.found
+        yield from at_most_few(
+            finding
+            for sealed in self._files
+            if (finding := _differing(sealed, found.get(sealed.path, ()), owners)) is not None
+        )
+
+
+def _differing(
+    sealed: SealedFile, found: Sequence[str | None], owners: Mapping[tuple[str, ...], str]
+) -> Finding | None:
+    expected = sealed.digests.by_block
+    wrong = [n for n, digest in enumerate(found) if digest not in (None, expected[n])]
+    if not wrong:
+        return None
+    owner = owners.get(tuple(digest or "" for digest in found))
+    if owner is not None:
+        what = f"it holds what was sealed as {owner}: the two files were swapped or copied"
+    else:
+        what = f"{_place(sealed, wrong)} not what was sealed: damaged, or of another save"
+    first = wrong[0]
+    return explained(
+        "seal.digest",
+        sealed.path,
+        f"{sealed.path}: {what}",
+        expected=f"{_named(sealed, first)} with digest {expected[first]}",
+        found=found[first],
+    )
+
+
+def _place(sealed: SealedFile, wrong: Sequence[int]) -> str:
+    if len(sealed.digests.by_block) == 1:
+        return f"its {sealed.size:,} bytes are"
+    if len(wrong) == 1:
+        return f"{_named(sealed, wrong[0])} is"
+    n_blocks = len(sealed.digests.by_block)
+    return f"{len(wrong):,} of {n_blocks:,} blocks, the first being {_named(sealed, wrong[0])}, are"
+
+
+def _named(sealed: SealedFile, block: int) -> str:
+    start = block * BLOCK_BYTES
+    end = min(sealed.size, start + BLOCK_BYTES)
+    n_blocks = len(sealed.digests.by_block)
+    return f"block {block + 1} of {n_blocks} (bytes {start:,} to {end:,})"
 
 
 def inspect_content(
@@ -467,3 +520,167 @@ def _spread(lengths: Sequence[int], part: float) -> Collection[int]:
             taken += length
         passed += length
     return chosen
+
+
+def best_of(kept: Kept, can_compute: Callable[[str], bool]) -> Checksum | None:
+    """The checksum to be sealed of a file: of the whole, one that can be computed before others."""
+    whole = [checksum for checksum in kept.checksums if checksum.whole]
+    computed = [checksum for checksum in whole if can_compute(checksum.algorithm)]
+    return next(iter((*computed, *whole)), None)
+
+
+def as_kept(
+    path: str, kept: Kept, checksum: Checksum | None, computed: str | None
+) -> tuple[Stored | None, tuple[Finding, ...]]:
+    """The entry of a seal for a file that the store keeps so, None where it keeps nothing.
+
+    `computed` is what the bytes of the file come to by the algorithm of `checksum`, None
+    where nobody computed it. Finds `store.contradicts` where that is another.
+    """
+    if checksum is None:
+        known = kept.etag or kept.version
+        return Stored(etag=kept.etag, version=kept.version) if known else None, ()
+    compared = computed is not None
+    stored = Stored(checksum.algorithm, checksum.value, compared, kept.etag, kept.version)
+    if computed is None or computed == checksum.value:
+        return stored, ()
+    finding = explained(
+        "store.contradicts",
+        path,
+        f"the bytes of {path} do not match the {checksum.algorithm} that the store reports: "
+        "they were damaged in the store or in transit",
+        expected=f"{checksum.algorithm} {computed}",
+        found=f"{checksum.algorithm} {checksum.value}",
+    )
+    return stored, (finding,)
+
+
+def check_stored(
+    sealed: Sequence[SealedFile], kept: Mapping[str, Kept], url: str
+) -> tuple[ByStore, tuple[Finding, ...]]:
+    """Hold what the store keeps now of sealed files, by path, against what was sealed.
+
+    `url` is the step's address. Finds `seal.digest` where a checksum differs,
+    `store.rewritten` and `store.unverifiable` where there is none to compare.
+    """
+    same: list[SealedFile] = []
+    other: list[Finding] = []
+    rewritten: list[str] = []
+    unproven: dict[str, list[SealedFile]] = {}
+    for file in sealed:
+        was, now = file.stored or Stored(), kept[file.path]
+        value = _reported_now(was, now)
+        if value is None and _written_again(was, now):
+            rewritten.append(file.path)
+        elif value is None:
+            unproven.setdefault(_why_not(was, now), []).append(file)
+        elif value == was.checksum:
+            same.append(file)
+        else:
+            finding = explained(
+                "seal.digest",
+                file.path,
+                f"the store reports a different {was.algorithm} for {file.path} than when it was "
+                "sealed: the object was replaced by one with other bytes",
+                expected=f"{was.algorithm} {was.checksum}",
+                found=f"{was.algorithm} {value}",
+            )
+            other.append(finding)
+    found = [*at_most_few(other)]
+    if rewritten:
+        was_written = f"{verb(len(rewritten), 'was', 'were')} written again"
+        finding = Finding(
+            "store.rewritten",
+            some_of(rewritten),
+            f"{counted(len(rewritten), 'sealed file')} {was_written} after the step was sealed, "
+            "and no checksum of the store shows whether the bytes are the same: "
+            f"{some_of(rewritten)}",
+            next_command=command_line("verify", url, "--level", "content"),
+        )
+        found.append(finding)
+    found += [_unproven(why, files, kept, url) for why, files in unproven.items()]
+    n_not_compared = sum(file.stored is not None and not file.stored.compared for file in same)
+    n_bytes = sum(file.size for file in same)
+    return ByStore(len(sealed), len(same), n_bytes, n_not_compared), tuple(found)
+
+
+def _reported_now(was: Stored, now: Kept) -> str | None:
+    """The checksum that the store keeps now, by the algorithm of the sealed one."""
+    values = (c.value for c in now.checksums if c.whole and c.algorithm == was.algorithm)
+    return next(values, None) if was.checksum else None
+
+
+def _written_again(was: Stored, now: Kept) -> bool:
+    pairs = ((was.etag, now.etag), (was.version, now.version))
+    return any(before and after and before != after for before, after in pairs)
+
+
+def _why_not(was: Stored, now: Kept) -> str:
+    if now.why_none:
+        return now.why_none
+    whole = sorted(checksum.algorithm for checksum in now.checksums if checksum.whole)
+    if not whole:
+        return "the store has only checksums of its parts"
+    if not was.checksum:
+        return _NOT_SEALED
+    return f"the seal has its {was.algorithm}, and the store keeps {', '.join(whole)}"
+
+
+_NOT_SEALED = "the seal has no checksum of the store's"
+
+
+def _unproven(why: str, files: Sequence[SealedFile], kept: Mapping[str, Kept], url: str) -> Finding:
+    paths = [file.path for file in files]
+    unchanged = all(
+        file.stored and file.stored.etag and file.stored.etag == kept[file.path].etag
+        for file in files
+    )
+    witness = "; their ETags are unchanged" if unchanged else ""
+    return Finding(
+        "store.unverifiable",
+        some_of(paths),
+        f"no checksum of the store could be compared for {counted(len(files), 'sealed file')} "
+        f"({some_of(paths)}): {why}{witness}",
+        next_command=command_line("seal", url, "--replace")
+        if why == _NOT_SEALED
+        else command_line("verify", url, "--level", "content"),
+    )
+
+
+def without_seal(url: str, why: str, *, there: bool) -> Finding:
+    """The finding for a step of which no seal covers all; `there` is one, but `why` it does not."""
+    return Finding(
+        "store.unverifiable",
+        SEAL,
+        f"the store's checksums could not be compared with those of a seal: {why}",
+        next_command=command_line("verify", url, "--level", "content")
+        if there
+        else command_line("seal", url),
+    )
+
+
+def ask_store(
+    opened: OpenStep, seal: Seal | None, findings: Sequence[Finding]
+) -> tuple[ByStore | None, tuple[Finding, ...]]:
+    """Compare the checksums that the store keeps with those in the step's seal.
+
+    A file that differs from the seal by the `findings` so far is left out, and so are
+    metadata files, which every inspection reads and compares. Storage errors pass
+    through. Cost: one HEAD for each sealed file, and no byte.
+    """
+    step = opened.step
+    if seal is None:
+        if opened.has_seal:
+            why = "its seal belongs to another save"
+            return None, (without_seal(step.url, why, there=True),)
+        return None, (without_seal(step.url, "the step has no seal", there=False),)
+    differing = {finding.where for finding in findings if finding.code == "seal.digest"}
+    asked = comparable(seal, step.files, {*seal.step.metadata, *differing})
+    prefix = opened.in_store("")
+    answers = opened.store.kept(prefix + file.path for file in asked)
+    kept = {answer.path.removeprefix(prefix): answer for answer in answers}
+    by_store, found = check_stored(asked, kept, step.url)
+    if any(finding.code == "seal.partial" for finding in findings):
+        why = "the seal does not list every file that the step needs"
+        found = (*found, without_seal(step.url, why, there=True))
+    return by_store, found

@@ -16,8 +16,8 @@ from itertools import chain, pairwise
 from math import prod
 from operator import add
 
-from ckptctl.findings import Finding
-from ckptctl.formatting import at_most_few, counted, inside, verb
+from ckptctl.findings import Finding, at_most_few
+from ckptctl.formatting import counted, inside, verb
 from ckptctl.model import Chunks, Metadata, RangeColumns, TensorEntry
 
 Bounds = tuple[tuple[int, int], ...]

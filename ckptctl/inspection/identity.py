@@ -15,13 +15,12 @@ from itertools import islice, pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
-from ckptctl.findings import Finding
+from ckptctl.findings import Claim, ClaimName, Finding
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import StepName, is_scattered
+from ckptctl.formats.frameworks.layouts import StepName
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formatting import command_line
 from ckptctl.inspection.open_step import OpenStep, end_of_file
@@ -49,11 +48,7 @@ class Counter(NamedTuple):
 
 
 def decide_identity(
-    opened: OpenStep,
-    state: StatePart,
-    count_of: CountOf,
-    *,
-    reads_optimizer: bool,
+    opened: OpenStep, state: StatePart, count_of: CountOf, *, reads_optimizer: bool
 ) -> tuple[list[Finding], Claim]:
     """Compare the counts of the train state, the metadata and the optimizer with the name.
 
@@ -244,9 +239,7 @@ def _of_name(why: str, opened: OpenStep) -> Claim:
 
 
 def counts_beside(
-    opened: OpenStep,
-    count_of: CountOf,
-    numbers: Collection[int] | None = None,
+    opened: OpenStep, count_of: CountOf, numbers: Collection[int] | None = None
 ) -> Iterator[tuple[int, int]]:
     """What the steps beside count, by their numbers: of all that are compared, or of `numbers`."""
     for names in (opened.neighbours.older, opened.neighbours.newer):
@@ -404,7 +397,7 @@ def path_then(opened: OpenStep, before: OpenStep, path: str, count: int) -> str:
     number = opened.step.number or 0
     if opened.is_file:
         return before.name
-    if not is_scattered(opened.name):
+    if not layouts.is_scattered(opened.name):
         return layouts.path_in_step(path, number, count)
     then = re.sub(rf"(?<![0-9])0*{number}(?![0-9])", f"0*{count}", re.escape(path))
     return next((file.path for file in before.files if re.fullmatch(then, file.path)), path)

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import (
     AccessDenied,
     LinkNotFollowed,
@@ -30,20 +29,28 @@ from ckptctl.findings import (
     CODES,
     NEVER_FINISHED,
     NOTHING_PROVEN,
+    Claim,
+    ClaimName,
+    ClaimState,
     Finding,
     Report,
     Verdict,
     exit_code_of,
+    explained,
     in_order,
     verdict_of,
 )
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
-from ckptctl.formats.frameworks.layouts import is_own, is_scattered, step_name
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formatting import command_line, counted, inside, some_of
-from ckptctl.inspection.open_step import NO_NEIGHBOURS, Neighbours, OpenPart, OpenStep
-from ckptctl.inspection.part_files import safetensors_in
+from ckptctl.inspection.open_step import (
+    NO_NEIGHBOURS,
+    Neighbours,
+    OpenPart,
+    OpenStep,
+    safetensors_in,
+)
 from ckptctl.inspection.rank_files import (
     check_bound,
     check_saved_world_size,
@@ -52,13 +59,7 @@ from ckptctl.inspection.rank_files import (
     saved_world_size,
 )
 from ckptctl.inspection.seals import NOTHING_NOTED, Notes
-from ckptctl.inspection.stages import (
-    HELPER_STAGES,
-    STAGES,
-    SealBytes,
-    StageContext,
-    contradicted,
-)
+from ckptctl.inspection.stages import HELPER_STAGES, STAGES, SealBytes, StageContext, contradicted
 from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import check_required
 from ckptctl.model import SHARDED, Level, Part, PartFormat, Step, WorldSize
@@ -128,10 +129,9 @@ def inspect_step(
                 context.findings += [*stage(opened, context)]
         report = report_on(opened, context)
     except (StorageError, MemoryError) as error:
-        failed = inspection_failed(opened, error)
-        context.level = asked
-        report = report_failed(opened.listed, context, failed)
-        return Inspection(report, opened.listed, opened)
+        failed, step = inspection_failed(opened, error), opened.listed
+        report = _report(step, (), StageContext(requirements, asked), [failed])
+        return Inspection(replace(report, claims=nothing_proven(failed)), step, opened)
     return Inspection(report, opened.step, opened, opened.parts, context.notes)
 
 
@@ -157,12 +157,7 @@ def inspection_failed(opened: OpenStep, error: StorageError | MemoryError) -> Fi
     step = opened.listed
     if isinstance(error, MemoryError):
         why = error.message if isinstance(error, OutOfMemory) else "there is not enough memory"
-        return Finding(
-            "step.no-memory",
-            step.name,
-            f"{why}: nothing is known about the step",
-            next_command="ckptctl explain step.no-memory",
-        )
+        return explained("step.no-memory", step.name, f"{why}: nothing is known about the step")
     code, expected, means = next(row for kind, *row in _FAILED if isinstance(error, kind))
     finding = Finding(
         code,
@@ -235,16 +230,11 @@ def report_on(opened: OpenStep, context: StageContext) -> Report:
     return replace(report, claims=claims_of(opened, context, report.findings))
 
 
-def report_failed(step: Step, context: StageContext, failed: Finding) -> Report:
-    """The report on a step that could not be inspected: `failed` is the reason."""
-    blank = StageContext(context.requirements, context.level)
-    return replace(_report(step, (), blank, [failed]), claims=nothing_proven(failed))
-
-
 def _report(
     step: Step, parts: Sequence[OpenPart], context: StageContext, findings: Sequence[Finding]
 ) -> Report:
     requirements, state = context.requirements, context.state
+    allowed = set(requirements.allow_globals)
     seal = context.notes.seal
     signature = seal.signature if seal else None
     is_known = not any(finding.verdict is Verdict.UNKNOWN for finding in findings)
@@ -266,7 +256,7 @@ def _report(
             findings += check_world_size(step.parts, state, saved, wanted, step.url, require)
     verdict = verdict_of(findings)
     metadata = [(part, one) for part in parts for one in part.metadata]
-    files = [file for file in step.files if not is_own(file.path)]
+    files = [file for file in step.files if not layouts.is_own(file.path)]
     proven = context.content.proven if context.content else NOTHING_PROVEN
     return Report(
         url=step.url,
@@ -308,14 +298,16 @@ def _report(
         values_scanned=proven.n_values,
         pickles_read=context.pickles.n_read if context.pickles else 0,
         pickles_unread=context.pickles.n_unread if context.pickles else 0,
-        allowed_globals=context.pickles.allowed if context.pickles else (),
+        allowed_globals=tuple(sorted(allowed.intersection(context.pickles.unknown)))
+        if context.pickles
+        else (),
         by_store=context.by_store,
     )
 
 
 def _names(step: Step, part: Part) -> Iterator[str]:
     """What a later step may lack: the part, or each kind of rank file in it."""
-    if is_scattered(step.name):
+    if layouts.is_scattered(step.name):
         # Several averages of the weights differ by a decimal fraction: it is no step or rank.
         number = r"(?<![0-9.])[0-9]+(?!\.?[0-9])"
         yield from sorted({re.sub(number, "N", file.path) for file in part.files})
@@ -325,7 +317,7 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         yield part.path
     for grid in grids:
         # DeepSpeed in a step of transformers: `checkpoint-30/global_step30/`.
-        folders = [one for one in grid.folder.split("/") if one and step_name(one) is None]
+        folders = [one for one in grid.folder.split("/") if one and layouts.step_name(one) is None]
         yield "/".join((*folders, grid.what))
     # Beside the shards of a model, safetensors are an export of it.
     is_export = any("model" in grid.holds for grid in part.grids)
@@ -425,22 +417,29 @@ def nothing_proven(failed: Finding) -> tuple[Claim, ...]:
 
 def _proofs(opened: OpenStep, context: StageContext) -> Iterator[Claim]:
     """What proves each claim, as if no finding spoke against it."""
-    yield _whole(opened, context)
+    is_sealed, held = context.notes.seal is not None, context.state.held
+    if is_sealed:
+        yield Claim.proven(ClaimName.WHOLE, _SEAL)
+    elif context.wholeness is None:
+        yield Claim.unknown(ClaimName.WHOLE, "the files of the step were not compared")
+    else:
+        yield context.wholeness.claim(opened, ranks_counted=context.ranks_counted)
     yield _bytes(opened, context)
     yield context.one_save or Claim.unknown(
         ClaimName.ONE_SAVE, "the parts were not compared", command_line("seal", opened.url)
     )
-    yield _identity(opened, context)
-    yield _state(context)
-    yield Claim.unknown(ClaimName.BRANCH, "the other steps of the root were not compared", None)
-
-
-def _whole(opened: OpenStep, context: StageContext) -> Claim:
-    if context.notes.seal is not None:
-        return Claim.proven(ClaimName.WHOLE, _SEAL)
-    if context.wholeness is None:
-        return Claim.unknown(ClaimName.WHOLE, "the files of the step were not compared", None)
-    return context.wholeness.claim(opened, ranks_counted=context.ranks_counted)
+    if opened.step.number is None:
+        yield Claim.unknown(ClaimName.IDENTITY, "its name states no step")
+    elif is_sealed:
+        yield Claim.proven(ClaimName.IDENTITY, _SEAL)
+    else:
+        yield context.identity or Claim.unknown(ClaimName.IDENTITY, "no count was compared")
+    if held:
+        yield Claim.proven(ClaimName.STATE, ", ".join(held))
+    else:
+        why = "no train state is recognized"
+        yield Claim.unknown(ClaimName.STATE, why, "--state KIND=KEY")
+    yield Claim.unknown(ClaimName.BRANCH, "the other steps of the root were not compared")
 
 
 def _bytes(opened: OpenStep, context: StageContext) -> Claim:
@@ -475,18 +474,3 @@ def _without_checksum(opened: OpenStep) -> list[str]:
         and not (file.path in read or file.path.endswith(".json"))
         and not file_holds_no_state(file.path)
     ]
-
-
-def _identity(opened: OpenStep, context: StageContext) -> Claim:
-    if opened.step.number is None:
-        return Claim.unknown(ClaimName.IDENTITY, "its name states no step")
-    if context.notes.seal is not None:
-        return Claim.proven(ClaimName.IDENTITY, _SEAL)
-    return context.identity or Claim.unknown(ClaimName.IDENTITY, "no count was compared", None)
-
-
-def _state(context: StageContext) -> Claim:
-    held = context.state.held
-    if not held:
-        return Claim.unknown(ClaimName.STATE, "no train state is recognized", "--state KIND=KEY")
-    return Claim.proven(ClaimName.STATE, ", ".join(held))

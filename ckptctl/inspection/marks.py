@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import (
-    OwnFileUnreadable,
-    PathUntrusted,
-    UsageError,
-)
-from ckptctl.findings import Finding
+from ckptctl.errors import OwnFileUnreadable, PathUntrusted, UsageError
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
 from ckptctl.formats.own.marks import (
     MARKS_FOLDER,
@@ -32,8 +28,7 @@ from ckptctl.formats.own.marks import (
     named_word,
     parse_mark,
 )
-from ckptctl.formatting import command_line
-from ckptctl.model import FileInfo, Step
+from ckptctl.model import Step
 from ckptctl.storage.contract import Span
 from ckptctl.storage.files import append_line
 from ckptctl.storage.opening import absolute_url
@@ -67,7 +62,13 @@ def read_marks(opened: OpenStep) -> ReadMarks:
     order = sorted(newest, key=lambda file: named_word(file.path) not in _RULES_OUT)
     read = [f for f in order[:MAX_MARKS] if f.kind == "file" and f.size <= MAX_MARK_BYTES]
     marks: list[Mark] = []
-    unread = {file.path: _why_not_read(file) for file in files if file not in read}
+    unread = {
+        file.path: f"{file.size:,} bytes, or one of too many marks; it was not read"
+        if file.kind == "file"
+        else f"it is {file.what}, not a file; it was not opened"
+        for file in files
+        if file not in read
+    }
     spans = (Span(opened.in_store(file.path), 0, file.size) for file in read)
     for file, (_, data) in zip(read, opened.store.read_spans(spans), strict=True):
         try:
@@ -109,20 +110,9 @@ def _by_name(
     )
 
 
-def _why_not_read(file: FileInfo) -> str:
-    if file.kind != "file":
-        return f"it is {file.what}, not a file; it was not opened"
-    return f"{file.size:,} bytes, or one of too many marks; it was not read"
-
-
 def unusable(code: str, where: str, what: str, why: str) -> Finding:
     """The finding for a file of ckptctl that cannot be read."""
-    return Finding(
-        code,
-        where,
-        f"{what} cannot be used: {why}",
-        next_command=command_line("explain", code),
-    )
+    return explained(code, where, f"{what} cannot be used: {why}")
 
 
 MAX_FILE_BYTES = 64 << 20

@@ -14,8 +14,7 @@ from itertools import islice, pairwise
 
 import msgspec
 
-from ckptctl.claims import Claim, ClaimName
-from ckptctl.findings import Finding
+from ckptctl.findings import Claim, ClaimName, Finding, explained
 from ckptctl.formats.families import key_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import may_hold_state
@@ -78,11 +77,7 @@ class SaveTimes(msgspec.Struct, frozen=True):
 
 
 def check_one_save(
-    opened: OpenStep,
-    counted_steps: int | None,
-    seal: Seal | None,
-    *,
-    is_proven: bool,
+    opened: OpenStep, counted_steps: int | None, seal: Seal | None, *, is_proven: bool
 ) -> tuple[list[Finding], Claim]:
     """Compare the write times of a step's files with each other and with those of other steps.
 
@@ -262,11 +257,7 @@ def _times_beside(opened: OpenStep) -> Iterator[tuple[SaveTimes, frozenset[str]]
             yield _times(other.step, files), frozenset(map(key_of, files))
 
 
-def _by_order(
-    opened: OpenStep,
-    own: SaveTimes,
-    beside: Sequence[SaveTimes],
-) -> Claim:
+def _by_order(opened: OpenStep, own: SaveTimes, beside: Sequence[SaveTimes]) -> Claim:
     """Whether times within the usual window are those of a save, and not of a copy of it."""
     taken = f"files written within {duration(max(_span_s(own), 1.0))}"
     if own.late_s > SUCCESSION_S:
@@ -315,7 +306,7 @@ def _two_saves(
     is_late = sorted(later)
     n_others = len(files) - len(is_late)
     verb_of_late = verb(len(is_late), "was", "were")
-    return Finding(
+    return explained(
         code,
         is_late[0],
         f"{some_of(is_late)} {verb_of_late} written {after} after "
@@ -323,7 +314,6 @@ def _two_saves(
         f"{why}",
         expected=expected,
         found=f"files written {after} apart",
-        next_command=command_line("explain", code),
     )
 
 

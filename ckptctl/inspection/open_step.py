@@ -2,15 +2,17 @@
 
 Every command that works on a step takes this handle, so that its listing, its metadata
 and its sidecars are read and decoded once, however many checks, plans or loads use them.
-It never hides a second read of the storage: code that must detect that the step
-changed calls `list_again`, which reads again and caches nothing.
+Code that must detect that the step changed calls `list_again`, which reads again.
+
+A part of rank files has no metadata: each file of `torch.save` is one archive, as a record of DCP
+is, so the listing serves as metadata with one entry for each file, which fills that file.
 
 Some steps have no folder of their own: NVRx writes the file of each rank into a folder of
 that rank, with those of other steps, and Composer's ranks write theirs side by side. Such a
 step is named `ROOT@1200`.
 
-Many checks compare a step with those beside it under the same root (`Neighbours`). Each is listed
-once, and the last ones stay open, however many checks and inspections of its root need them.
+The steps beside a step (`Neighbours`), which many checks compare, are listed once, and the last
+ones stay open.
 """
 
 from __future__ import annotations
@@ -18,27 +20,29 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TypeVar
 
 import msgspec
 
-from ckptctl.errors import OwnFileUnreadable, PathNotFound, StorageError
-from ckptctl.findings import Finding
+from ckptctl.errors import (
+    MetadataUnreadable,
+    MetadataUnsafe,
+    OwnFileUnreadable,
+    PathNotFound,
+    StorageError,
+)
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.archive.directory import ZIP_MAGIC
+from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, MAX_HEADER, SUFFIX
 from ckptctl.formats.dcp.metadata import decode_metadata
 from ckptctl.formats.frameworks import layouts
-from ckptctl.formats.frameworks.layouts import (
-    NO_RUN_BELOW,
-    StepName,
-    is_scattered,
-    may_hold_scattered,
-    ranks_beside,
-    scattered_steps,
-    step_name,
-)
+from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
+from ckptctl.formats.frameworks.layouts import METADATA, METADATA_TMP, NO_RUN_BELOW, StepName
 from ckptctl.formats.frameworks.parts import (
+    archives_in,
+    in_parts,
     may_be_archive,
     parts_of,
     unnamed_archives,
@@ -54,15 +58,8 @@ from ckptctl.formats.own.contract import (
 )
 from ckptctl.formats.own.data_ledger import DATA_FILE, MAX_DATA_BYTES, DataFields, parse_data
 from ckptctl.formats.own.seals import SEAL
-from ckptctl.formatting import command_line, inside
+from ckptctl.formatting import command_line, counted, inside
 from ckptctl.inspection.marks import ReadMarks, read_marks
-from ckptctl.inspection.part_files import (
-    MAX_METADATA_BYTES,
-    listed_archives,
-    read_digests,
-    read_metadata,
-    safetensors_in,
-)
 from ckptctl.inspection.seals import ReadSeal, read_seal
 from ckptctl.inspection.shape import check_unchanged, own_number, sidecars_of
 from ckptctl.inspection.sidecars import (
@@ -73,12 +70,20 @@ from ckptctl.inspection.sidecars import (
     read_sidecars,
     value_in_archive,
 )
-from ckptctl.inspection.structure import Structure, n_structure_reads, read_structure
-from ckptctl.model import SHARDED, FileInfo, Metadata, Part, PartFormat, Step
+from ckptctl.inspection.structure import (
+    Structure,
+    archive_digest,
+    n_structure_reads,
+    read_structure,
+)
+from ckptctl.model import SHARDED, ByteRange, BytesEntry, FileInfo, Metadata, Part, PartFormat, Step
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import RecordSource, read_headers
 from ckptctl.storage.contract import ShortRead, Store, TooLarge, list_if_there, read_range
-from ckptctl.storage.opening import join_url
+from ckptctl.storage.opening import join_url, parent_url
+
+MAX_METADATA_BYTES = 2**32
+"""Larger metadata is refused. 512,000 chunks take 89 MB: this is enough for 24 million."""
 
 MAX_KINDS = 64
 """So many kinds of files are opened to see whether they are of `torch.save`."""
@@ -131,7 +136,7 @@ class OpenStep:
     @property
     def has_folder(self) -> bool:
         """The step's files lie in a folder of its own, and not elsewhere in the root."""
-        return not self.is_file and not is_scattered(self.name)
+        return not self.is_file and not layouts.is_scattered(self.name)
 
     @property
     def folder(self) -> str:
@@ -183,7 +188,7 @@ class OpenStep:
         layout, stated = layouts.layout_of(named, files), None
         if number is not None and layout == "nvrx":
             beside = _files_below(self.store, self.store.list_dir(""))
-            stated = {"rank": ranks_beside(beside, number)}
+            stated = {"rank": layouts.ranks_beside(beside, number)}
         parts = tuple(
             with_archives(part, self._archives_in(part, layout), layout, stated)
             for part in parts_of(files, layout, stated=stated)
@@ -234,7 +239,7 @@ class OpenStep:
             if file.path != layouts.STATE_BESIDE:
                 continue
             content = value_in_archive(self.store, file.path, file.size) if file.size else None
-            names = [step_name(entry.path) for entry in entries]
+            names = [layouts.step_name(entry.path) for entry in entries]
             newest = max(one.number for one in names if one and one.layout == "torchtune")
             if layouts.number_beside(content, newest) == self.named.number:
                 return BesidePart(self, file, content)
@@ -268,10 +273,10 @@ class OpenStep:
         """
         return held_tensors(part for part in self.parts if part.part.format not in SHARDED)
 
-    @property
+    @cached_property
     def n_structure_reads(self) -> int:
-        """How many reads the structure of all parts takes."""
-        return sum(part.n_structure_reads for part in self.parts)
+        """How many reads the structure of all parts takes, counted as `n_structure_reads` does."""
+        return sum(n_structure_reads(part.ranges) for part in self.parts if part.metadata)
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -286,7 +291,7 @@ class OpenStep:
         for part in self.parts if "parts" in self.__dict__ else ():
             if not part.path and part.metadata and part.metadata[0].rank is None:
                 return part.metadata[0]
-        path = self.in_store(layouts.METADATA)
+        path = self.in_store(METADATA)
         return decode_metadata(self.store.read(path, limit=MAX_METADATA_BYTES))
 
     @property
@@ -390,14 +395,110 @@ class OpenPart:
 
     def metadata_path(self, rank: int | None) -> str:
         """The path of a metadata file in the step: the global one, or a rank's own."""
-        return self.in_step(layouts.METADATA if rank is None else f"__{rank}.metadata")
+        return self.in_step(METADATA if rank is None else f"__{rank}.metadata")
 
     @cached_property
     def decoded(self) -> tuple[Metadata | Finding, ...]:
-        """The decoded metadata files and what is wrong with them; see `read_metadata`."""
+        """The metadata of the part, one per rank where it is rank-local, and findings.
+
+        They are `metadata.missing`, `metadata.unreadable`, `metadata.unsafe`,
+        `metadata.ambiguous`, `path.escape`, `step.changed`. Storage errors pass through.
+        Cost: one read for each metadata file; one more where a save left a `.metadata.tmp`
+        beside it; none for rank files.
+        """
         if self.part.format is PartFormat.RANK_FILES:
-            return (listed_archives(self.part, self.opened.step.layout),)
-        return tuple(read_metadata(self)) if self.part.format in SHARDED else ()
+            # Those without a byte are left out.
+            found = archives_in(self.part, self.opened.step.layout)
+            entries = {
+                file.path: BytesEntry(file.path, ByteRange(file.path, 0, file.size))
+                for file in found
+            }
+            return (Metadata({}, entries, tuple(entries)),)
+        return tuple(self._read_metadata()) if self.part.format in SHARDED else ()
+
+    def _read_metadata(self) -> Iterator[Metadata | Finding]:
+        files = {file.path: file for file in self.part.files}
+        ranks = sorted(
+            rank for name in files if (rank := layouts.rank_local_rank(name)) is not None
+        )
+        if METADATA in files:
+            yield self._decode(files[METADATA], None)
+            if ranks:
+                other = "the one of a save without collectives"
+                yield self._ambiguous(f"__{ranks[0]}.metadata", other)
+            if METADATA_TMP in files:
+                yield from self._check_unfinished(files[METADATA_TMP], files[METADATA])
+            return
+        for rank in ranks:
+            yield self._decode(files[f"__{rank}.metadata"], rank)
+        n_ranks = max(ranks, default=-1) + 1
+        missing = sorted(set(range(n_ranks)) - set(ranks))
+        if missing:
+            shown = ", ".join(f"__{rank}.metadata" for rank in missing[:4])
+            why = f"{len(missing)} of {n_ranks} ranks wrote no metadata of their own ({shown})"
+            yield self._without_metadata("metadata.missing", self.metadata_path(missing[0]), why)
+        elif not ranks:
+            tmp = METADATA_TMP in files
+            found = counted(len(files) - tmp, "shard file")
+            found += f" and {METADATA_TMP}" if tmp else ""
+            where = self.in_step(METADATA)
+            why = f"{where} is missing beside {found}: the save was interrupted"
+            yield self._without_metadata("metadata.missing", where, why)
+
+    def _decode(self, file: FileInfo, rank: int | None) -> Metadata | Finding:
+        where, size = self.in_step(file.path), f"{file.size:,} bytes"
+        if file.kind != "file":
+            return explained(
+                "path.escape", where, f"{where} is {file.what}, not a file; it was not followed"
+            )
+        try:
+            if file.size > MAX_METADATA_BYTES:
+                raise MetadataUnreadable(f"{size}, more than any metadata takes")
+            opened, path = self.opened, self.in_store(file.path)
+            known = opened.metadata if where == METADATA and opened.has_metadata else None
+            data = b"" if known else self.store.read(path, limit=MAX_METADATA_BYTES)
+            n_bytes = known.n_bytes if known else len(data)
+            if n_bytes != file.size:
+                return _changed(where, size, f"{n_bytes:,} bytes")
+            return known or decode_metadata(data, rank=rank)
+        except (PathNotFound, ShortRead):
+            return _changed(where, size, "missing or shorter")
+        except MetadataUnreadable as error:
+            why = f"{where} cannot be decoded: {error.message}"
+            return self._without_metadata("metadata.unreadable", where, why)
+        except MetadataUnsafe as error:
+            return explained(
+                "metadata.unsafe",
+                where,
+                f"{where} {error.message}; nothing of it was run. Do not load this step with any "
+                "other tool, and find out who wrote it",
+            )
+
+    def _without_metadata(self, code: str, where: str, why: str) -> Finding:
+        return Finding(code, where, why, next_command=command_line("pick", parent_url(self.url)))
+
+    def _ambiguous(self, other: str, what: str) -> Finding:
+        where = self.in_step(METADATA)
+        return explained(
+            "metadata.ambiguous",
+            where,
+            f"{where} and {other} ({what}) both exist: a load uses the first if it can be read, "
+            "else the other, and they may belong to two saves",
+        )
+
+    def _check_unfinished(self, tmp: FileInfo, final: FileInfo) -> Iterator[Finding]:
+        # A store without rename copies the temporary file and then deletes it: what
+        # is left of that is equal. Anything else is a save over this step.
+        if tmp.size == final.size and tmp.kind == "file" and final.size <= MAX_METADATA_BYTES:
+            try:
+                read = partial(self.store.read, limit=MAX_METADATA_BYTES)
+                if read(self.in_store(METADATA_TMP)) == read(self.in_store(METADATA)):
+                    return
+            except (PathNotFound, ShortRead):
+                where = self.in_step(METADATA_TMP)
+                yield _changed(where, f"{tmp.size:,} bytes", "missing or shorter")
+                return
+        yield self._ambiguous(METADATA_TMP, "that of an interrupted save over this step")
 
     @cached_property
     def metadata(self) -> tuple[Metadata, ...]:
@@ -424,16 +525,33 @@ class OpenPart:
     def digests(self) -> Mapping[str, str]:
         """The digest of each metadata file that decodes, or of each archive; by path in the step.
 
-        Cost: none for metadata; see `read_digests` for archives.
+        That of an archive is the SHA-256 of its directory, which holds the size and the CRC-32 of
+        every member, so it identifies the save; of a file that is no archive, of its last bytes.
+        Cost: none for metadata, and for archives whose structure was read; else one short read for
+        each archive, and a second one where the directory is long.
         """
-        if self.part.format is PartFormat.RANK_FILES:
-            return read_digests(self)
-        return {self.metadata_path(one.rank): one.digest for one in self.metadata}
+        if self.part.format is not PartFormat.RANK_FILES:
+            return {self.metadata_path(one.rank): one.digest for one in self.metadata}
+        known, digests = self._structure_read.digests if self._structure_read else {}, {}
+        for file in self.part.files:
+            if file.path in self.metadata[0].bytes_entries and file.kind == "file":
+                read_tail = partial(_read_tail, self.store, self.in_store(file.path), file.size)
+                digest = known.get(file.path) or archive_digest(read_tail, file.size)
+                digests[self.in_step(file.path)] = digest
+        return digests
 
-    @property
-    def known_digests(self) -> Mapping[str, str]:
-        """The digests of archives whose structure was read, by their names in the part."""
-        return self.structure.digests if "structure" in self.__dict__ else {}
+    def read_named(self) -> Mapping[str, bytes]:
+        """The small files of a rank-file part that name others; see `check_named`.
+
+        Cost: one read each.
+        """
+        names = (TABLES.tag, TABLES.torch_index)
+        return {
+            file.path: self.store.read(self.in_store(file.path), limit=MAX_HEADER)
+            for file in self.part.files
+            if file.kind == "file" and file.size <= MAX_HEADER
+            if any(full_match(name, file.path) for name in names)
+        }
 
     @property
     def own_number(self) -> int | None:
@@ -449,12 +567,6 @@ class OpenPart:
     def source(self) -> RecordSource:
         """The records of the part, for the record engine."""
         return RecordSource(self.store, self.folder, self.ranges)
-
-    @property
-    def records_by_file(self) -> Mapping[str, int]:
-        """How many records lie in each shard file that the metadata names."""
-        names = self.ranges.file_names
-        return {name: len(held) for name, held in zip(names, self.ranges.by_file, strict=True)}
 
     def numbers(self, mapped: StateMap = ()) -> Mapping[str, int]:
         """The values of the `step` and `tokens` entries, by FQN. Cost: one read for each."""
@@ -476,21 +588,21 @@ class OpenPart:
             archives=self.part.format is PartFormat.RANK_FILES,
         )
 
-    @cached_property
-    def n_structure_reads(self) -> int:
-        """How many reads the structure takes, counted as `n_structure_reads` does."""
-        return n_structure_reads(self.ranges) if self.metadata else 0
-
     @property
     def crcs(self) -> Sequence[int]:
         """The checksums that the records state of their elements, once `structure` was read."""
-        return self.structure.crcs if "structure" in self.__dict__ else array("q")
+        return self._structure_read.crcs if self._structure_read else array("q")
+
+    @property
+    def _structure_read(self) -> Structure | None:
+        """The structure, if it was read."""
+        return self.structure if "structure" in self.__dict__ else None
 
     @property
     def bytes_read(self) -> int:
         """Bytes of metadata and, once it was read, of structure."""
         n_bytes = sum(one.n_bytes for one in self.metadata)
-        return n_bytes + (self.structure.n_bytes if "structure" in self.__dict__ else 0)
+        return n_bytes + (self._structure_read.n_bytes if self._structure_read else 0)
 
 
 class BesidePart(OpenPart):
@@ -514,6 +626,24 @@ class BesidePart(OpenPart):
         return file.at(self.in_step(file.path))
 
 
+def _changed(where: str, expected: str, found: str) -> Finding:
+    message = (
+        f"{where} changed between the listing and the read: another process writes or deletes "
+        "files here"
+    )
+    return Finding("step.changed", where, message, expected, found)
+
+
+def _read_tail(store: Store, path: str, size: int, n_bytes: int) -> bytes:
+    return read_range(store, path, size - n_bytes, n_bytes)
+
+
+def safetensors_in(part: Part) -> Iterator[Part]:
+    """The folders of safetensors in a rank-file part, each as a part of the step."""
+    files = [file for file in part.files if file.path.endswith((SUFFIX, INDEX_SUFFIX))]
+    return in_parts(files, PartFormat.SAFETENSORS)
+
+
 def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     """The files of a step, paths relative to it. Cost: one listing.
 
@@ -521,7 +651,7 @@ def list_step(store: Store, name: str) -> tuple[FileInfo, ...]:
     there is neither a folder nor a file of that name.
     """
     prefix = f"{name}/" if name else ""
-    if is_scattered(name):
+    if layouts.is_scattered(name):
         steps = list_scattered(store, store.list_dir(""))
         files = next((held for step, held in steps.items() if step.name == name), ())
         if files:
@@ -572,7 +702,7 @@ def list_scattered(
     `entries` is the listing of the root. Cost: one listing for each folder in it, and for
     each folder of a rank in those.
     """
-    return scattered_steps(_files_below(store, entries))
+    return layouts.scattered_steps(_files_below(store, entries))
 
 
 def _files_below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo]:
@@ -586,7 +716,7 @@ def _files_below(store: Store, entries: Sequence[FileInfo]) -> Iterator[FileInfo
         inside = list_if_there(store, folder)
         yield from inside
         ranks = (one.path for one in inside if one.kind == "dir")
-        of_ranks = (path for path in ranks if may_hold_scattered(path.rpartition("/")[2]))
+        of_ranks = (path for path in ranks if layouts.may_hold_scattered(path.rpartition("/")[2]))
         for rank in islice(of_ranks, MAX_FOLDERS):
             yield from list_if_there(store, rank)
 

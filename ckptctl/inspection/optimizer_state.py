@@ -21,17 +21,9 @@ from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
-from ckptctl.errors import (
-    MetadataUnreadable,
-    MetadataUnsafe,
-    RecordUnreadable,
-    StorageError,
-)
-from ckptctl.findings import Finding
-from ckptctl.formats.archive.directory import (
-    RecordDirectory,
-    read_member,
-)
+from ckptctl.errors import MetadataUnreadable, MetadataUnsafe, RecordUnreadable, StorageError
+from ckptctl.findings import Finding, explained
+from ckptctl.formats.archive.directory import RecordDirectory, read_member
 from ckptctl.formats.archive.safetensors import PREFIX, TORCH_NAMES, parse_header
 from ckptctl.formats.frameworks.layouts import belongs_to_shards, is_own
 from ckptctl.formats.frameworks.parts import may_be_archive
@@ -42,7 +34,7 @@ from ckptctl.formats.pickles.values import ShardStub, TensorStub, decode_shards
 from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.predecessor import Before, compared_before
-from ckptctl.inspection.sidecars import FileReads, in_archive, value_in_record
+from ckptctl.inspection.sidecars import MAX_PICKLE_BYTES, FileReads, in_archive, value_in_record
 from ckptctl.inspection.structure import NO_CRC
 from ckptctl.model import DTYPE_SIZES, SHARDED, Metadata, TensorEntry
 from ckptctl.records.byte_pass import Limits, Piece, read_runs
@@ -63,7 +55,6 @@ _COMPARED_BYTES = 16 << 10
 _MOST_OF_A_VALUE = 64 << 10
 
 _MOST_FILES = 512
-_MOST_OF_A_PICKLE = 64 << 20
 
 _UNREADABLE = (StorageError, RecordUnreadable, MetadataUnreadable, MetadataUnsafe, Unfit)
 
@@ -112,32 +103,27 @@ def check_optimizer_state(
     if limits is not None:
         scanned |= _in_files(opened, limits)
     if not scanned:
-        yield _unseen(opened)
+        yield Finding(
+            "optimizer.unseen",
+            "",
+            "no tensor that an optimizer keeps was read: the step has none, or its optimizer names "
+            "them otherwise",
+            next_command=command_line("show", opened.url, "--tensors"),
+        )
         return
     yield from _zero(opened, scanned, train_step)
     negative = [n for n, one in scanned.items() if is_square(n) and one.n_negative]
     if negative:
         total = sum(scanned[name].n_negative for name in negative)
-        yield Finding(
+        yield explained(
             "optimizer.negative",
             negative[0],
             f"{counted(len(negative), 'mean')} of squares {verb(len(negative), 'is', 'are')} below "
             f"zero in {counted(total, 'value')} ({some_of(negative)}): no optimizer writes that",
-            next_command=command_line("explain", "optimizer.negative"),
         )
     for part in parts:
         yield from _other_shape(part)
         yield from _compared(opened, part, scanned)
-
-
-def _unseen(opened: OpenStep) -> Finding:
-    return Finding(
-        "optimizer.unseen",
-        "",
-        "no tensor that an optimizer keeps was read: the step has none, or its optimizer names "
-        "them otherwise",
-        next_command=command_line("show", opened.url, "--tensors"),
-    )
 
 
 class _ScanRun:
@@ -182,7 +168,7 @@ def _in_files(opened: OpenStep, limits: Limits) -> dict[str, Values]:
     for file in files[:_MOST_FILES]:
         path = opened.in_store(file.path)
         with suppress(StorageError):
-            found = in_archive(opened.store, path, file.size, _moments_in, _MOST_OF_A_PICKLE)
+            found = in_archive(opened.store, path, file.size, _moments_in, MAX_PICKLE_BYTES)
             for name, start, n_bytes, form in found or ():
                 runs[f"{file.path}: {name}"] = _ScanRun(path, start, n_bytes, form)
     with suppress(StorageError):
@@ -267,12 +253,11 @@ def _other_shape(part: OpenPart) -> Iterator[Finding]:
     # An optimizer that keeps all of them in another form has another kind of moment.
     other = [text for text in other if alike[_last(text.partition(" ")[0])]]
     if other:
-        yield Finding(
+        yield explained(
             "optimizer.shape",
             inside(part.path, other[0].partition(" ")[0]),
             f"{counted(len(other), 'moment')} {verb(len(other), 'has', 'have')} another shape than "
             f"the parameter: {some_of(other)}",
-            next_command=command_line("explain", "optimizer.shape"),
         )
 
 
@@ -451,12 +436,9 @@ def _same_squares(now: Metadata, then: Metadata) -> Iterator[tuple[str, int]]:
         if any(one is None or one.shape or one.dtype not in _STEP_FORMS for one in counts):
             continue
         for number, chunk in enumerate(entry.chunks):
-            if number < len(same.chunks) and _place(same, number) == (chunk.offsets, chunk.sizes):
+            before = same.chunks[number] if number < len(same.chunks) else None
+            if before and (before.offsets, before.sizes) == (chunk.offsets, chunk.sizes):
                 yield fqn, number
-
-
-def _place(entry: TensorEntry, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return entry.chunks.offsets_of(number), entry.chunks.sizes_of(number)
 
 
 def _least_decay(reader: _TensorReader) -> float | None:

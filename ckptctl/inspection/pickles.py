@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, at_most_few, explained
 from ckptctl.formats.archive.directory import (
     ZIP_MAGIC,
     Member,
@@ -35,9 +35,9 @@ from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.parts import archives_in
 from ckptctl.formats.pickles.stubs import shown
 from ckptctl.formats.pickles.values import Decoded, TensorStub, check_bytes, decode_all
-from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of
+from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.sidecars import unsafe_file
+from ckptctl.inspection.sidecars import MAX_PICKLE_BYTES, unsafe_file
 from ckptctl.inspection.structure import readable_ranges
 from ckptctl.model import (
     SHARDED,
@@ -48,18 +48,10 @@ from ckptctl.model import (
     PartFormat,
     TensorEntry,
 )
-from ckptctl.records.opening import (
-    MAX_ENTRY_BYTES,
-    Need,
-    Unfit,
-    unpack,
-)
+from ckptctl.records.opening import MAX_ENTRY_BYTES, Need, Unfit, unpack
 from ckptctl.records.ranges import Ranges
 from ckptctl.records.reads import ReadCost, RecordSource, open_records
 from ckptctl.storage.contract import Span
-
-MAX_PICKLE_BYTES = 64 << 20
-"""The longest pickle that is read; a million entries take about as much."""
 
 MAX_TENSOR_BYTES = 1 << 20
 MAX_TENSORS = 4096
@@ -75,33 +67,25 @@ _NEVER_UNPICKLED = (
 """Files that no framework unpickles, by their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class PickleInspection:
-    """What reading the pickles of a step found.
-
-    `findings` are `file.unsafe`, `record.unsafe` and `pickle.unknown`. `n_unread` pickles were
-    not read at this level; `allowed` are the unknown globals that the caller allows.
-    """
-
-    findings: tuple[Finding, ...]
-    n_read: int
-    n_unread: int
-    allowed: tuple[str, ...]
-
-
-def inspect_pickles(
-    opened: OpenStep, allowed: Iterable[str], *, is_deep: bool, reads_files: bool
-) -> PickleInspection:
+def inspect_pickles(opened: OpenStep, *, is_deep: bool, reads_files: bool) -> PickleReader:
     """Read the pickles of a step, as far as the level reads them.
 
     Storage errors pass through. Cost: of each bytes entry, rank file and other file its head and
     its tail, merged as `open_records` does, and the rest of a pickle that is longer.
     """
-    reader = _PickleReader(opened)
+    reader = PickleReader(opened)
     for part in opened.parts:
         if part.part.format in SHARDED:
             reader.read_part(part, read=is_deep)
-    files = _files_to_read(opened)
+    files = [
+        file
+        for file in opened.files
+        if file.kind == "file"
+        and file.size
+        and not layouts.is_own(file.path)
+        and not file.path.endswith((".distcp", ".metadata", layouts.METADATA_TMP))
+        and not re.fullmatch(_NEVER_UNPICKLED, file.path.rpartition("/")[2])
+    ]
     in_ranks = {
         part.in_step(file.path)
         for part in opened.parts
@@ -115,24 +99,12 @@ def inspect_pickles(
     reader.read_files(archives, read=is_deep)
     reader.read_files(others[:MAX_OTHER_FILES], read=reads_files)
     reader.n_unread += len(others[MAX_OTHER_FILES:])
-    return reader.result(frozenset(allowed))
-
-
-def _files_to_read(opened: OpenStep) -> Sequence[FileInfo]:
-    return [
-        file
-        for file in opened.files
-        if file.kind == "file"
-        and file.size
-        and not layouts.is_own(file.path)
-        and not file.path.endswith((".distcp", ".metadata", layouts.METADATA_TMP))
-        and not re.fullmatch(_NEVER_UNPICKLED, file.path.rpartition("/")[2])
-    ]
+    return reader
 
 
 @dataclass(slots=True)
-class _PickleReader:
-    """What was read of the pickles of one step so far."""
+class PickleReader:
+    """What was read of the pickles of one step so far; `n_unread` were not read at this level."""
 
     opened: OpenStep
     n_read: int = 0
@@ -207,7 +179,8 @@ class _PickleReader:
                 return None
             except (Unfit, CkptctlError):
                 # What is damaged is reported by `structure`; a file of another format is none.
-                self.n_unread += isinstance(entry, BytesEntry) and self._is_framed(entry, view)
+                is_framed = view.head[:1] in (b"\x80", b"P") and self._may_be_pickle(entry.fqn)
+                self.n_unread += isinstance(entry, BytesEntry) and is_framed
                 return None
             if isinstance(found, Need):
                 return found
@@ -222,9 +195,6 @@ class _PickleReader:
         for _ in open_records(source, by_file, open_one, ReadCost()):
             pass
         self._read_tensors(source)
-
-    def _is_framed(self, entry: BytesEntry, view: View) -> bool:
-        return view.head[:1] in (b"\x80", b"P") and self._may_be_pickle(entry.fqn)
 
     def _decoded(
         self, view: View, transforms: Sequence[str], path: str, *, is_entry: bool
@@ -304,11 +274,13 @@ class _PickleReader:
             for name in unknown:
                 self.unknown[name].append(where)
 
-    def result(self, allowed: frozenset[str]) -> PickleInspection:
-        """The findings: one for each file that would run code, and for each unknown global."""
-        found = [*at_most_few(self._unsafe()), *at_most_few(self._unknown(allowed))]
-        met = tuple(sorted(allowed & self.unknown.keys()))
-        return PickleInspection(tuple(found), self.n_read, self.n_unread, met)
+    def findings(self, allowed: Collection[str]) -> Iterator[Finding]:
+        """Yield `file.unsafe` and `record.unsafe` by file, and `pickle.unknown` by global.
+
+        The unknown globals among `allowed` have none.
+        """
+        yield from at_most_few(self._unsafe())
+        yield from at_most_few(self._unknown(allowed))
 
     def _unsafe(self) -> Iterator[Finding]:
         for (where, code), reasons in sorted(self.unsafe.items()):
@@ -318,23 +290,21 @@ class _PickleReader:
                 continue
             others = len(reasons) - 1
             more = f"; so do {counted(others, 'other record')} of it" if others else ""
-            yield Finding(
+            yield explained(
                 code,
                 where,
                 f"the record of {fqn} in {where} {reason}: loading it would run code{more}. "
                 "Nothing of it was run. Do not load this step with any other tool, and find out "
                 "who wrote it",
-                next_command=command_line("explain", code),
             )
 
-    def _unknown(self, allowed: frozenset[str]) -> Iterator[Finding]:
+    def _unknown(self, allowed: Collection[str]) -> Iterator[Finding]:
         for path in sorted(set(self.too_long)):
-            yield Finding(
+            yield explained(
                 "pickle.unknown",
                 path,
                 f"{path} holds a pickle of more than the {MAX_PICKLE_BYTES:,} bytes that are read: "
                 "what it names after them is not known",
-                next_command=command_line("explain", "pickle.unknown"),
             )
         for name, places in sorted(self.unknown.items()):
             if name in allowed:

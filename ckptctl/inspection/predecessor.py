@@ -23,10 +23,7 @@ from math import prod
 from ckptctl.errors import StorageError
 from ckptctl.findings import Finding
 from ckptctl.formats.archive.directory import TAIL
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    StepName,
-)
+from ckptctl.formats.frameworks.layouts import METADATA, StepName
 from ckptctl.formats.frameworks.state_keys import Leaf, entries_of, is_moment, leaves_of
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.inspection.identity import path_then
@@ -168,33 +165,6 @@ class StaleShardCheck:
                 yield StaleShard(file, len(by_file[file]), numbers, has_moments, n_mixed)
 
 
-def has_moved(one: StaleShard, before: Crcs, still_before: Crcs) -> bool:
-    """Whether what is unchanged now had changed in the step before: then it is not frozen."""
-    known = [n for n in one.numbers if n in still_before]
-    return len(known) >= MIN_TENSORS and all(before[n] != still_before[n] for n in known)
-
-
-def stale(
-    ranges: Ranges, one: StaleShard, n_files: int, part_path: str, older: str, next_command: str
-) -> Finding:
-    """The finding `shard.stale` for a file that is as it is in the step called `older`.
-
-    `n_files` is how many other shard files moved on.
-    """
-    where = inside(part_path, ranges.file_names[one.file])
-    names = some_of([ranges.owner(number).entry.fqn for number in one.numbers])
-    return Finding(
-        "shard.stale",
-        where,
-        f"{where} is equal to the same file in {older}: {counted(one.n_records, 'record')} "
-        "were compared, and all have the same checksums, while other chunks of the same "
-        f"tensors ({names}) changed; one of the two steps seems to have the other's shard",
-        expected=f"other elements than in {older}, as in {counted(n_files, 'other shard file')}",
-        found="the same elements",
-        next_command=next_command,
-    )
-
-
 def _split_tensors(ranges: Ranges, crcs: Sequence[int]) -> Iterator[_SplitTensor]:
     for entry, first in zip(ranges.entries, ranges.first_range, strict=True):
         if not isinstance(entry, TensorEntry) or len(entry.chunks) < 2:
@@ -314,25 +284,35 @@ def check_step_before(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     if not suspects:
         return
     try:
-        before = before.with_more(part, check.closer(suspects, before.crcs))
+        closer = check.closer(suspects, before.crcs)
+        folder = _folder(before.opened, part)
+        before.crcs.update(_crcs(folder, before.metadata, part, closer))
     except (StorageError, MemoryError):
         return
     found = check.confirmed(suspects, before.crcs)
-    unproven = [one for one in found if not one.has_moments]
-    still_before = None
-    if unproven:
-        numbers = [number for one in unproven for number in one.numbers]
-        still_before = _compared(steps, part, numbers)
+    numbers = [number for one in found if not one.has_moments for number in one.numbers]
+    still_before = _compared(steps, part, numbers) if numbers else None
+    earlier_crcs = {} if still_before is None else still_before.crcs
     moved = {part.ranges.files[n] for n, crc in before.crcs.items() if crc != part.crcs[n]}
     for one in found:
-        proven = one.has_moments or (
-            one.n_mixed == 0
-            and still_before is not None
-            and has_moved(one, before.crcs, still_before.crcs)
-        )
-        if proven:
-            command = command_line("diff", before.opened.url, opened.url, "--values")
-            yield stale(part.ranges, one, len(moved), part.path, before.opened.name, command)
+        # What is unchanged now and had changed in the step before is not frozen.
+        known = [n for n in one.numbers if n in earlier_crcs]
+        had_moved = all(before.crcs[n] != earlier_crcs[n] for n in known)
+        if one.has_moments or (one.n_mixed == 0 and len(known) >= MIN_TENSORS and had_moved):
+            where, older = part.in_step(part.ranges.file_names[one.file]), before.opened
+            names = some_of([part.ranges.owner(number).entry.fqn for number in one.numbers])
+            others = counted(len(moved), "other shard file")
+            yield Finding(
+                "shard.stale",
+                where,
+                f"{where} is equal to the same file in {older.name}: "
+                f"{counted(one.n_records, 'record')} were compared, and all have the same "
+                f"checksums, while other chunks of the same tensors ({names}) changed; one of the "
+                "two steps seems to have the other's shard",
+                expected=f"other elements than in {older.name}, as in {others}",
+                found="the same elements",
+                next_command=command_line("diff", older.url, opened.url, "--values"),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +322,6 @@ class Before:
     opened: OpenStep
     metadata: Metadata
     crcs: dict[int, int]
-
-    def with_more(self, part: OpenPart, numbers: Iterable[int]) -> Before:
-        """The same with the checksums of more records."""
-        more = _crcs(_folder(self.opened, part), self.metadata, part, numbers)
-        return Before(self.opened, self.metadata, {**self.crcs, **more})
 
 
 def compared_before(part: OpenPart, numbers: Sequence[int]) -> Before | None:

@@ -1,12 +1,9 @@
 """Check that each byte range lies in a file and is long enough, and find bytes that no range names.
 
-Only the metadata and one listing are inspected: names, sizes, offsets, lengths. `structure`
-checks the bytes, `coverage` whether the chunks make whole tensors.
-
-A record is the elements and some 500 bytes of framing, so a range shorter than the elements
-cannot be one. Ranges that are exactly as long are the sign of torch's safetensors serialization
-inside DCP, which is recognized here and not inspected further: its byte ranges do not state where
-the tensors are, and torch itself cannot load it.
+Only the metadata and one listing are inspected: names, sizes, offsets, lengths. A record is the
+elements and some 500 bytes of framing, so a range shorter than the elements cannot be one. Ranges
+that are exactly as long are the sign of torch's safetensors serialization inside DCP, which does
+not state where the tensors are, and which torch itself cannot load.
 
 Source: torch 2.13 `torch/distributed/checkpoint/filesystem.py`: records follow each other in a
 shard file without a gap, from its first byte to its last; `_write_item` with
@@ -20,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from operator import add, gt, mul
 
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, at_most_few, explained
 from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.pickles.stubs import shown
-from ckptctl.formatting import at_most_few, counted, inside, some_of, verb
+from ckptctl.formatting import counted, inside, some_of, verb
 from ckptctl.model import DTYPE_SIZES, NO_FILE, BytesEntry, FileInfo, Metadata, TensorEntry
 from ckptctl.records.ranges import Ranges
 
@@ -132,11 +129,10 @@ def check_holds_anything(parts: Sequence[Sequence[Metadata]]) -> Iterator[Findin
         return
     if any(one.tensors or one.bytes_entries for part in parts for one in part):
         return
-    yield Finding(
+    yield explained(
         "metadata.empty",
         METADATA,
         "the metadata lists no tensor and no other entry: there is nothing to resume from",
-        next_command="ckptctl explain metadata.empty",
     )
 
 
@@ -200,12 +196,18 @@ def _check_files(
             message = f"the path {reason}; torch would follow it for {_lost(ranges, numbers)}"
             yield Finding("path.escape", where, message)
             continue
-        if file is None:
-            yield Finding("shard.missing", where, f"{_lost(ranges, numbers)} cannot be read")
-        elif file.kind != "file":
-            yield from _check_kind(ranges, numbers, file, where)
-        else:
+        if file is not None and file.kind == "file":
             yield from _check_extents(ranges, numbers, file, where, tiled=tiled)
+            continue
+        lost = _lost(ranges, numbers)
+        if file is None or file.kind == "dir":
+            what = "" if file is None else "it is a folder; "
+            yield Finding("shard.missing", where, f"{what}{lost} cannot be read")
+        else:
+            is_link = file.kind == "link"
+            what = f"is a link to {file.link}" if is_link else "is not a regular file"
+            message = f"it {what}, which is not followed; {lost} not inspected"
+            yield Finding("path.escape", where, message)
 
 
 def _ends_in_order(ranges: Ranges) -> Sequence[int | None]:
@@ -217,22 +219,6 @@ def _ends_in_order(ranges: Ranges) -> Sequence[int | None]:
     for file, start, length in zip(ranges.files, ranges.starts, ranges.lengths, strict=True):
         ends[file] = start + length if ends[file] == start and length > 0 else None
     return ends[:-1]
-
-
-def _check_kind(
-    ranges: Ranges, numbers: Sequence[int], file: FileInfo, where: str
-) -> Iterator[Finding]:
-    if file.kind == "dir":
-        yield Finding(
-            "shard.missing", where, f"it is a folder; {_lost(ranges, numbers)} cannot be read"
-        )
-        return
-    is_what = f"is a link to {file.link}" if file.kind == "link" else "is not a regular file"
-    yield Finding(
-        "path.escape",
-        where,
-        f"it {is_what}, which is not followed; {_lost(ranges, numbers)} not inspected",
-    )
 
 
 def _check_extents(
@@ -270,7 +256,17 @@ def _check_extents(
     if any(map(gt, ends, begins[1:])):
         yield _overlap(ranges, sound, where)
     elif needed <= file.size and sum(extents) < file.size:
-        yield _trailing(file.size, needed, sum(extents), where)
+        named = sum(extents)
+        after, between = file.size - needed, needed - named
+        counts = [f"{counted(after, 'byte')} after its last record"] if after else []
+        counts += [f"{counted(between, 'byte')} before or between its records"] if between else []
+        yield Finding(
+            "shard.trailing",
+            where,
+            f"{' and '.join(counts)} {verb(after + between, 'belongs', 'belong')} to no entry",
+            expected=f"{named:,} bytes",
+            found=f"{file.size:,} bytes",
+        )
 
 
 def _outside(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
@@ -307,19 +303,6 @@ def _overlap(ranges: Ranges, numbers: Sequence[int], where: str) -> Finding:
         f"{ranges.owner(one).name} and {ranges.owner(other).name}",
         expected=f"bytes from {ranges.starts[one] + ranges.lengths[one]:,} on",
         found=f"bytes from {ranges.starts[other]:,} on",
-    )
-
-
-def _trailing(size: int, needed: int, named: int, where: str) -> Finding:
-    after, between = size - needed, needed - named
-    counts = [f"{counted(after, 'byte')} after its last record"] if after else []
-    counts += [f"{counted(between, 'byte')} before or between its records"] if between else []
-    return Finding(
-        "shard.trailing",
-        where,
-        f"{' and '.join(counts)} {verb(after + between, 'belongs', 'belong')} to no entry",
-        expected=f"{named:,} bytes",
-        found=f"{size:,} bytes",
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import MetadataUnreadable, MetadataUnsafe
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, at_most_few, explained
 from ckptctl.formats.families import (
     COMPOSERS_RANKS,
     CONVERSIONS,
@@ -26,19 +26,14 @@ from ckptctl.formats.families import (
     grids_of,
     key_of,
 )
+from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file
 from ckptctl.formats.frameworks.layout_tables import TABLES
-from ckptctl.formats.frameworks.layouts import (
-    hugging_face_rank,
-    is_stage,
-    rank_local_rank,
-    shard_rank,
-)
 from ckptctl.formats.frameworks.state_keys import file_holds_no_state
 from ckptctl.formats.manifest import MANIFEST, MAX_BYTES, Manifest, ManifestItem, read_manifest
 from ckptctl.formats.pickles.policy import Opaque
 from ckptctl.formats.pickles.stubs import shown
-from ckptctl.formatting import at_most_few, command_line, counted, listed, some_of, verb
+from ckptctl.formatting import command_line, counted, listed, some_of, verb
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.safetensors import check_index, check_numbers
 from ckptctl.inspection.shape import missing_file
@@ -72,8 +67,7 @@ def check_rank_files(step: Step, part: Part, archives: Collection[str]) -> Itera
     alone = [path for path in archives if path[: path.rfind("/") + 1] not in indexed]
     yield from [*check_numbers(alone)] or _without_index(step, alone)
     if not (_names_weights(step, part) or _unknown_archives(step, archives)):
-        message = "no file of the step holds the model's weights"
-        yield missing_file(step, "", message)
+        yield missing_file(step, "", "no file of the step holds the model's weights")
 
 
 def may_hold_weights(step: Step, part: Part, archives: Collection[str]) -> bool:
@@ -102,11 +96,8 @@ def _without_index(step: Step, archives: Iterable[str]) -> Iterator[Finding]:
     found = (re.fullmatch(TABLES.torch_shard, path) for path in archives)
     for model in sorted({match["model"] for match in found if match}):
         index = f"{model}.bin.index.json"
-        yield missing_file(
-            step,
-            index,
-            f"{index} is missing: without it no load finds the files of the model",
-        )
+        message = f"{index} is missing: without it no load finds the files of the model"
+        yield missing_file(step, index, message)
 
 
 def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Iterator[Finding]:
@@ -126,33 +117,18 @@ def check_named(step: Step, part: Part, documents: Mapping[str, bytes]) -> Itera
             continue
         named = content.decode("utf-8", "replace").strip()
         if not any(one.startswith(f"{folder}{named}/") for one in paths):
-            yield missing_file(
-                step,
-                path,
-                f"{path} names the folder {shown(named)}, which holds no file: DeepSpeed loads "
-                "from it",
-            )
-
-
-def check_parameters(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
-    """Yield `file.missing` for each parameter of the model that lacks a file.
-
-    nanotron and DeepSpeed's universal checkpoints keep files for each parameter. `contents`
-    are the decoded top levels of files, by path, and name the parameters.
-    """
-    for name, missing in _files_of_parameters(step.layout, part.files, contents):
-        yield missing_file(
-            step,
-            missing[0],
-            f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
-            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
-        )
+            folder = f"the folder {shown(named)}, which holds no file: DeepSpeed loads from it"
+            yield missing_file(step, path, f"{path} names {folder}")
 
 
 def _files_of_parameters(
     layout: str, files: Iterable[FileInfo], contents: Mapping[str, object]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """The parameters without a file that they need, each with the paths of those."""
+    """The parameters without a file that they need, each with the paths of those.
+
+    nanotron and DeepSpeed's universal checkpoints keep files for each parameter. `contents`
+    are the decoded top levels of files, by path, and name the parameters.
+    """
     held: dict[str, set[str]] = defaultdict(set)
     tops = [content for content in contents.values() if isinstance(content, Mapping)]
     if layout == "deepspeed-universal":
@@ -193,11 +169,10 @@ def manifest_of(opened: OpenStep) -> Manifest | Finding:
     except (MetadataUnreadable, MetadataUnsafe) as error:
         is_unsafe = isinstance(error, MetadataUnsafe)
         code = "metadata.unsafe" if is_unsafe else "metadata.unreadable"
-        return Finding(
+        return explained(
             code,
             MANIFEST,
             f"{MANIFEST} {'' if is_unsafe else 'cannot be decoded: '}{error.message}",
-            next_command=command_line("explain", code),
         )
 
 
@@ -247,11 +222,19 @@ def _gap_in(opened: OpenStep, where: str, why: str) -> Finding:
 
 
 def check_stated_ranks(step: Step, part: Part, contents: Mapping[str, object]) -> Iterator[Finding]:
-    """Yield `file.missing` where the content of a file states more ranks than left one.
+    """Yield `file.missing` where files state more ranks, or more parameters, than have one.
 
     `contents` are the decoded top levels of files, by path.
     """
-    yield from at_most_few(check_parameters(step, part, contents))
+    yield from at_most_few(
+        missing_file(
+            step,
+            missing[0],
+            f"{counted(len(missing), 'file')} of the parameter {shown(name)} "
+            f"{verb(len(missing), 'is', 'are')} missing: {some_of(missing)}",
+        )
+        for name, missing in _files_of_parameters(step.layout, part.files, contents)
+    )
     stated = stated_ranks(step, contents)
     if stated:
         found = grids_of(part.files, step.layout, stated)
@@ -316,17 +299,16 @@ def several_worlds(step: Step, where: str, what: str, sizes: Iterable[int]) -> F
 
 def unlisted(archives: Collection[str]) -> Finding:
     """The finding for files of which nothing shows that one holds the weights."""
-    return Finding(
+    return explained(
         "format.unlisted",
         "",
         f"{counted(len(archives), 'file')} of torch.save ({some_of(sorted(archives))}), and "
         "nothing states which files belong to the step: one that was never written is not missed",
-        next_command="ckptctl explain format.unlisted",
     )
 
 
 _WITH_RANKS = SHARDED | {PartFormat.SAFETENSORS}
-_RANK_READERS = (shard_rank, rank_local_rank, hugging_face_rank)
+_RANK_READERS = (layouts.shard_rank, layouts.rank_local_rank, layouts.hugging_face_rank)
 
 
 def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]:
@@ -353,7 +335,7 @@ def ranks_in(part: Part, named: Collection[str] | None = None) -> frozenset[int]
 def _is_left_over(file: FileInfo, named: Collection[str] | None) -> bool:
     if named is None or file.path in named or not file.size:
         return False
-    return shard_rank(file.path) is not None
+    return layouts.shard_rank(file.path) is not None
 
 
 def saved_world_size(
@@ -368,8 +350,8 @@ def saved_world_size(
     """
     sharded = [part for part in parts if part.format in _WITH_RANKS]
     ranks = {part.path: ranks_in(part, named.get(part.path)) for part in sharded}
-    stages = [found for path, found in ranks.items() if is_stage(path)]
-    others = [found for path, found in ranks.items() if not is_stage(path)]
+    stages = [found for path, found in ranks.items() if layouts.is_stage(path)]
+    others = [found for path, found in ranks.items() if not layouts.is_stage(path)]
     by_files = max(
         sum(len(found) for found in stages),
         max((max(found, default=-1) + 1 for found in others), default=0),
@@ -408,19 +390,18 @@ def check_saved_world_size(
     framework names are checked by `inspection.whole`.
     """
     for part in parts:
-        counts = [grid.n_ranks or 0 for grid in part.grids if grid.is_named]
-        n_ranks = max(counts, default=0)
+        n_ranks = max((grid.n_ranks or 0 for grid in part.grids if grid.is_named), default=0)
         if 0 < n_ranks < expected:
             yield _too_few("the step", f"files of {n_ranks} ranks", expected, part.path, url)
         elif n_ranks > expected:
             yield _too_many(n_ranks, expected, part.path, url)
     sharded = [part for part in parts if part.format in _WITH_RANKS]
-    stages = [part for part in sharded if is_stage(part.path)]
+    stages = [part for part in sharded if layouts.is_stage(part.path)]
     n_in_stages = sum(len(ranks_in(part)) for part in stages)
     if stages and n_in_stages < expected:
         yield _too_few("the stages", f"{n_in_stages} ranks", expected, "", url)
     for part in sharded:
-        if is_stage(part.path):
+        if layouts.is_stage(part.path):
             continue
         there = ranks_in(part)
         missing = [rank for rank in range(expected) if rank not in there]
@@ -443,12 +424,8 @@ def _too_many(n_ranks: int, expected: int, where: str, url: str) -> Finding:
 
 
 def _too_few(what: str, found: str, expected: int, where: str, url: str) -> Finding:
-    return Finding(
-        "shard.missing",
-        where,
-        f"{expected} ranks wrote the step, but in {what} there is {found}",
-        next_command=command_line("verify", url),
-    )
+    message = f"{expected} ranks wrote the step, but in {what} there is {found}"
+    return Finding("shard.missing", where, message, next_command=command_line("verify", url))
 
 
 def check_world_size(

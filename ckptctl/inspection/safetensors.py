@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, at_most_few
 from ckptctl.formats.archive.safetensors import (
     INDEX_SUFFIX,
     MAX_HEADER,
@@ -24,7 +24,7 @@ from ckptctl.formats.archive.safetensors import (
     parse_header,
     parse_index,
 )
-from ckptctl.formatting import at_most_few, counted, inside, some_of
+from ckptctl.formatting import counted, inside, some_of
 from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.presence import escape_reason
 from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
@@ -184,25 +184,19 @@ def check_index(
         else:
             yield Finding("shard.missing", file, message)
     if not absent and total_size is not None and held.keys() >= set(named.values()):
-        yield from _check_total_size(index, named, headers, total_size)
-
-
-def _check_total_size(
-    index: FileInfo, named: Mapping[str, str], headers: Headers, total_size: int
-) -> Iterator[Finding]:
-    in_files = sum(
-        tensor.n_bytes
-        for file in {*named.values()}
-        for tensor in headers[file]
-        if named.get(tensor.name) == file
-    )
-    if in_files != total_size:
-        yield Finding(
-            "index.size",
-            index.path,
-            f"{index.path} states {total_size:,} bytes of tensors, and the files that it names "
-            f"hold {in_files:,}: it may belong to another save",
+        in_files = sum(
+            tensor.n_bytes
+            for file in {*named.values()}
+            for tensor in headers[file]
+            if named.get(tensor.name) == file
         )
+        if in_files != total_size:
+            yield Finding(
+                "index.size",
+                index.path,
+                f"{index.path} states {total_size:,} bytes of tensors, and the files that it names "
+                f"hold {in_files:,}: it may belong to another save",
+            )
 
 
 def check_numbers(paths: Iterable[str]) -> Iterator[Finding]:

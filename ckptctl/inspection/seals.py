@@ -3,8 +3,6 @@
 A seal is read only where the listing shows one. A damaged one becomes a finding, and the step is
 inspected without it. The listing and the metadata show whose seal it is, the files and their
 sizes: a seal of another step, or of an earlier save of this one, proves nothing.
-
-The blocks of each sealed file are digested in the pass that reads the records.
 """
 
 from __future__ import annotations
@@ -24,17 +22,11 @@ from ckptctl.errors import (
     PathEscape,
     PathNotFound,
 )
-from ckptctl.findings import CODES, Finding, Severity
-from ckptctl.formats.digests import BLOCK_BYTES
+from ckptctl.findings import CODES, Finding, Severity, at_most_few, explained
 from ckptctl.formats.frameworks.file_names import is_named_as_weights
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, is_own, is_saved, step_name
 from ckptctl.formats.own.files import read_back
-from ckptctl.formats.own.marks import (
-    Mark,
-    MarkKind,
-    in_force,
-    metadata_digest,
-)
+from ckptctl.formats.own.marks import Mark, MarkKind, in_force, metadata_digest
 from ckptctl.formats.own.seals import (
     MAX_SEAL_BYTES,
     MAX_SEQUENCE,
@@ -47,7 +39,7 @@ from ckptctl.formats.own.seals import (
     parse_seal,
     seal_digest,
 )
-from ckptctl.formatting import at_most_few, command_line, counted, inside, some_of, verb
+from ckptctl.formatting import command_line, counted, inside, some_of, verb
 from ckptctl.inspection.marks import check_marks, read_marks_file, unusable
 from ckptctl.model import FileInfo, Step
 from ckptctl.options import Requirements
@@ -151,7 +143,7 @@ def _check_binding(opened: OpenStep, seal: Seal, requirements: Requirements) -> 
 
 
 def _about_seal(code: str, message: str) -> Finding:
-    return Finding(code, SEAL, message, next_command=command_line("explain", code))
+    return explained(code, SEAL, message)
 
 
 def is_trusted(seal: Seal, requirements: Requirements) -> bool:
@@ -175,14 +167,31 @@ def check_seal(
     if any(finding.code == "seal.bad-signature" for finding in about):
         return
     other = _changed_metadata(seal, seen)
-    if other and _is_of_another_step(seal, seen.step):
-        yield _foreign_seal(seal, seen.step)
+    is_foreign, step = _is_of_another_step(seal, seen.step), seen.step
+    if other and is_foreign:
+        yield Finding(
+            "seal.foreign",
+            SEAL,
+            f"the seal belongs to step {seal.step.number}; it proves nothing about step "
+            f"{step.number}",
+            next_command=command_line("seal", step.url, "--replace"),
+        )
         return
     if other and not _still_sealed(seal, seen):
-        yield _outdated(seal, other[0])
+        yield _about_seal(
+            "seal.outdated",
+            f"{other[0]} and the shard files that it names were written after the step was sealed "
+            f"({seal.sealed_at}): the step was saved again, and the seal does not apply to this "
+            "save",
+        )
         return
-    if not other and _is_of_another_step(seal, seen.step):
-        yield _foreign_step(seal, seen.step)
+    if is_foreign:
+        yield explained(
+            "step.foreign",
+            step.name,
+            f"the contents of this folder were sealed as step {seal.step.number}: the folder was "
+            "renamed, or copied over another step",
+        )
     yield from at_most_few(_replaced_metadata(seal, seen, path) for path in other)
     yield from at_most_few(_check_files(seal, seen))
     yield from _check_unsealed(seal, seen, requirements)
@@ -303,37 +312,9 @@ def written_ms(file: FileInfo) -> int | None:
     return None if file.mtime_s is None else round(file.mtime_s * 1000)
 
 
-def _foreign_seal(seal: Seal, step: Step) -> Finding:
-    return Finding(
-        "seal.foreign",
-        SEAL,
-        f"the seal belongs to step {seal.step.number}; it proves nothing about step {step.number}",
-        next_command=command_line("seal", step.url, "--replace"),
-    )
-
-
-def _foreign_step(seal: Seal, step: Step) -> Finding:
-    return Finding(
-        "step.foreign",
-        step.name,
-        f"the contents of this folder were sealed as step {seal.step.number}: the folder was "
-        "renamed, or copied over another step",
-        next_command="ckptctl explain step.foreign",
-    )
-
-
-def _outdated(seal: Seal, path: str) -> Finding:
-    return _about_seal(
-        "seal.outdated",
-        f"{path} and the shard files that it names were written after the step was sealed "
-        f"({seal.sealed_at}): the step was saved again, and the seal does not apply to this "
-        "save",
-    )
-
-
 def _replaced_metadata(seal: Seal, seen: InspectedStep, path: str) -> Finding:
     still = _still_sealed(seal, seen)
-    return Finding(
+    return explained(
         "seal.digest",
         path,
         f"{path} is not the metadata that was sealed, while "
@@ -342,7 +323,6 @@ def _replaced_metadata(seal: Seal, seen: InspectedStep, path: str) -> Finding:
         "belongs to another save, or was changed",
         expected=f"SHA-256 {seal.step.metadata.get(path, 'of no file')}",
         found=f"SHA-256 {seen.metadata[path]}",
-        next_command="ckptctl explain seal.digest",
     )
 
 
@@ -367,9 +347,7 @@ def _check_files(seal: Seal, seen: InspectedStep) -> Iterator[Finding]:
 
 def _not_as_sealed(sealed: SealedFile, found: str, code: str = "seal.digest") -> Finding:
     return Finding(
-        code,
-        sealed.path,
-        f"{sealed.path} was sealed with {sealed.size:,} bytes; now it is {found}",
+        code, sealed.path, f"{sealed.path} was sealed with {sealed.size:,} bytes; now it is {found}"
     )
 
 
@@ -404,92 +382,11 @@ def _check_unsealed(
         )
     extra = [path for path in unsealed if path not in needed]
     if extra:
-        yield Finding(
+        yield explained(
             "seal.extra",
             some_of(extra),
             f"{counted(len(extra), 'file')} added after the step was sealed: {some_of(extra)}",
-            next_command="ckptctl explain seal.extra",
         )
-
-
-FoundDigests = Mapping[str, Sequence[str | None]]
-"""The digests of the blocks of files, by path; None for a block that was not read whole."""
-
-
-def comparable(
-    seal: Seal, files: Sequence[FileInfo], passed_over: Collection[str] = ()
-) -> tuple[SealedFile, ...]:
-    """The sealed files whose bytes are to be compared.
-
-    Those that the listing `files` does not have with their sealed size, and those
-    `passed_over`, have a finding already.
-    """
-    sizes = {file.path: file.size for file in files if file.kind == "file"}
-    return tuple(
-        sealed
-        for sealed in seal.files
-        if sizes.get(sealed.path) == sealed.size and sealed.path not in passed_over
-    )
-
-
-def proven(files: Sequence[SealedFile], found: FoundDigests) -> frozenset[str]:
-    """The files that are what was sealed, to the last byte."""
-    return frozenset(
-        sealed.path
-        for sealed in files
-        if tuple(found.get(sealed.path, ())) == tuple(sealed.digests.by_block)
-    )
-
-
-def check_sealed_bytes(
-    seal: Seal, files: Sequence[SealedFile], found: FoundDigests
-) -> Iterator[Finding]:
-    """Yield a `seal.digest` for each of `files` with a block that is not what was sealed."""
-    owners = {sealed.digests.by_block: sealed.path for sealed in seal.files}
-    yield from at_most_few(
-        finding
-        for sealed in files
-        if (finding := _differing(sealed, found.get(sealed.path, ()), owners)) is not None
-    )
-
-
-def _differing(
-    sealed: SealedFile, found: Sequence[str | None], owners: Mapping[tuple[str, ...], str]
-) -> Finding | None:
-    expected = sealed.digests.by_block
-    wrong = [n for n, digest in enumerate(found) if digest not in (None, expected[n])]
-    if not wrong:
-        return None
-    owner = owners.get(tuple(digest or "" for digest in found))
-    if owner is not None:
-        what = f"it holds what was sealed as {owner}: the two files were swapped or copied"
-    else:
-        what = f"{_place(sealed, wrong)} not what was sealed: damaged, or of another save"
-    first = wrong[0]
-    return Finding(
-        "seal.digest",
-        sealed.path,
-        f"{sealed.path}: {what}",
-        expected=f"{_named(sealed, first)} with digest {expected[first]}",
-        found=found[first],
-        next_command="ckptctl explain seal.digest",
-    )
-
-
-def _place(sealed: SealedFile, wrong: Sequence[int]) -> str:
-    if len(sealed.digests.by_block) == 1:
-        return f"its {sealed.size:,} bytes are"
-    if len(wrong) == 1:
-        return f"{_named(sealed, wrong[0])} is"
-    n_blocks = len(sealed.digests.by_block)
-    return f"{len(wrong):,} of {n_blocks:,} blocks, the first being {_named(sealed, wrong[0])}, are"
-
-
-def _named(sealed: SealedFile, block: int) -> str:
-    start = block * BLOCK_BYTES
-    end = min(sealed.size, start + BLOCK_BYTES)
-    n_blocks = len(sealed.digests.by_block)
-    return f"block {block + 1} of {n_blocks} (bytes {start:,} to {end:,})"
 
 
 MAX_NEIGHBOURS = 8

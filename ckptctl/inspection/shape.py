@@ -1,24 +1,19 @@
 """Check a step directory by its names: parts, sidecars, unfinished saves, write times, its number.
 
-Finds a name that a framework removes when a step is whole, a file that it writes last, a missing
-pipeline stage, a file that nobody would write there, and formats that are not sharded. `presence`
-compares the shard files with the metadata.
-
-Another name in the metadata is a suspicion only: a
-writer notes there what it called the folder, and a folder may be copied or renamed. Where the
-train state's own count of steps agrees with that name, the folder claims to be further, and a step
-that is further is beside it, it is a copy that stands in the way. Only a seal proves that shards
-belong together.
+Another name in the metadata is a suspicion only: a writer notes there what it called the folder,
+and a folder may be copied or renamed. Where the train state's own count of steps agrees with that
+name, the folder claims to be further, and a step that is further is beside it, it is a copy that
+stands in the way. Only a seal proves that shards belong together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import is_named_as_weights, kind_of_file
-from ckptctl.formats.frameworks.layouts import METADATA, step_name
+from ckptctl.formats.frameworks.layouts import METADATA
 from ckptctl.formats.frameworks.parts import is_archive
 from ckptctl.formatting import command_line, counted, inside, some_of
 from ckptctl.model import FileInfo, Metadata, Part, PartFormat, Step
@@ -28,10 +23,7 @@ _WHAT_IT_IS = {
         "a zarr checkpoint",
         "T5X and Levanter of JAX write it, and Megatron did, which can convert it to torch_dist",
     ),
-    PartFormat.ORBAX: (
-        "an Orbax checkpoint",
-        "it is JAX's format, not torch's",
-    ),
+    PartFormat.ORBAX: ("an Orbax checkpoint", "it is JAX's format, not torch's"),
     PartFormat.TORCHSNAPSHOT: (
         "a torchsnapshot checkpoint",
         "its predecessor format is not DCP; load it with torchsnapshot",
@@ -59,15 +51,29 @@ def check_shape(step: Step, *, unfinished: bool) -> Iterator[Finding]:
         yield _unfinished(marker, f"{marker} still exists: the save was interrupted")
     yield from _check_removal(step)
     yield from _check_nested(step)
-    yield from _check_stages(step)
+    for stage in layouts.missing_stages(step.parts):
+        held = ", ".join(part.path for part in step.parts)
+        message = f"pipeline stage {stage} is missing; the step holds {held}"
+        show = command_line("show", step.url)
+        yield Finding("part.missing", stage, message, next_command=show)
     last = layouts.written_last(step.layout, step.parts, step.files)
-    yield from _check_last(step, last)
+    there = {file.path for file in step.files}
+    for name in last:
+        if name not in there:
+            message = f"{name} is missing, which {step.layout} writes last"
+            yield explained("file.missing", name, message)
     yield from _check_empty(step, last)
     if not step.parts:
-        yield _no_tensors(step)
+        message = "the step's folder is empty"
+        if step.files:
+            found = counted(len(step.files), "other file")
+            message = f"the step has no metadata and no shard file, only {found}"
+        yield explained("metadata.missing", METADATA, message)
     for part in step.parts:
         if part.format in _WHAT_IT_IS:
-            yield _unsupported(step, part)
+            what, means = _WHAT_IT_IS[part.format]
+            message = f"this is {what}, not a sharded DCP checkpoint: {means}"
+            yield explained("format.unsupported", part.path or step.name, message)
 
 
 def _check_removal(step: Step) -> Iterator[Finding]:
@@ -89,7 +95,9 @@ def _check_nested(step: Step) -> Iterator[Finding]:
     if step.number is None:
         return
     folders = {name for file in step.files for name in file.path.split("/")[:-1]}
-    held = [named for name in sorted(folders) if (named := step_name(name)) and not named.bare]
+    held = [
+        named for name in sorted(folders) if (named := layouts.step_name(name)) and not named.bare
+    ]
     others = [named.name for named in held if named.number != step.number]
     if not others or [named.layout for named in held] == ["deepspeed"]:
         return
@@ -113,43 +121,13 @@ def weights_in(step: Step) -> Iterator[FileInfo]:
 
 
 def _unfinished(where: str, why: str) -> Finding:
-    return Finding(
-        "step.unfinished",
-        where,
-        why,
-        next_command="ckptctl explain step.unfinished",
-    )
-
-
-def _check_stages(step: Step) -> Iterator[Finding]:
-    for stage in layouts.missing_stages(step.parts):
-        held = ", ".join(part.path for part in step.parts)
-        yield Finding(
-            "part.missing",
-            stage,
-            f"pipeline stage {stage} is missing; the step holds {held}",
-            next_command=command_line("show", step.url),
-        )
-
-
-def _check_last(step: Step, last: Sequence[str]) -> Iterator[Finding]:
-    there = {file.path for file in step.files}
-    for name in last:
-        if name in there:
-            continue
-        yield Finding(
-            "file.missing",
-            name,
-            f"{name} is missing, which {step.layout} writes last",
-            next_command="ckptctl explain file.missing",
-        )
+    return explained("step.unfinished", where, why)
 
 
 def _check_empty(step: Step, last: Sequence[str]) -> Iterator[Finding]:
-    are_rank_files = step.has_rank_files
     for file in sidecars_of(step):
         is_needed = file.path in last or kind_of_file(step.layout, file.path) is not None
-        is_needed |= are_rank_files and is_archive(file.path)
+        is_needed |= step.has_rank_files and is_archive(file.path)
         if is_needed and file.size == 0 and file.kind == "file":
             yield empty_file(step, file.path)
 
@@ -171,29 +149,6 @@ def missing_file(
     return Finding("file.missing", where, message, expected, found, command_line("show", step.url))
 
 
-def _no_tensors(step: Step) -> Finding:
-    n_files = len(step.files)
-    found = counted(n_files, "other file") if n_files else "nothing"
-    return Finding(
-        "metadata.missing",
-        layouts.METADATA,
-        f"the step has no metadata and no shard file, only {found}"
-        if n_files
-        else "the step's folder is empty",
-        next_command="ckptctl explain metadata.missing",
-    )
-
-
-def _unsupported(step: Step, part: Part) -> Finding:
-    what, means = _WHAT_IT_IS[part.format]
-    return Finding(
-        "format.unsupported",
-        part.path or step.name,
-        f"this is {what}, not a sharded DCP checkpoint: {means}",
-        next_command="ckptctl explain format.unsupported",
-    )
-
-
 def check_unchanged(
     url: str, first: Sequence[FileInfo], now: Sequence[FileInfo]
 ) -> Iterator[Finding]:
@@ -202,8 +157,9 @@ def check_unchanged(
     Names, sizes, times and identities are compared. What ckptctl itself writes does
     not count.
     """
-    before = _comparable(first)
-    after = _comparable(now)
+    before, after = (
+        {file.path: file for file in files if layouts.is_saved(file.path)} for files in (first, now)
+    )
     differing = sorted(
         name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
     )
@@ -221,10 +177,6 @@ def check_unchanged(
     )
 
 
-def _comparable(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
-    return {file.path: file for file in files if layouts.is_saved(file.path)}
-
-
 def _described(file: FileInfo | None) -> str:
     return f"{file.size:,} bytes ({file.identity})" if file else "no such file"
 
@@ -240,7 +192,7 @@ def own_number(metadata: Metadata) -> int | None:
     numbers = [
         named.number
         for word in metadata.checkpoint_id.replace("\\", "/").split("/")
-        if (named := step_name(word)) is not None and not named.bare
+        if (named := layouts.step_name(word)) is not None and not named.bare
     ]
     return numbers[-1] if numbers else None
 

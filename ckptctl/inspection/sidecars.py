@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from ckptctl.errors import CkptctlError, MetadataUnreadable, MetadataUnsafe, RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, explained
 from ckptctl.formats.archive.directory import (
     Readable,
     RecordDirectory,
@@ -159,11 +159,8 @@ def check_documents(
         code, what = "file.truncated", "truncated"
         if is_needed:
             code, what = "file.unreadable", "no complete JSON document, and a load parses it"
-        yield Finding(
-            code,
-            file.path,
-            f"{file.path} is {what}: writing or copying it was interrupted",
-            next_command=command_line("explain", code),
+        yield explained(
+            code, file.path, f"{file.path} is {what}: writing or copying it was interrupted"
         )
 
 
@@ -416,12 +413,11 @@ def _number_of(stub: TensorStub, directory: RecordDirectory, view: Readable) -> 
 
 def unsafe_file(path: str, why: str) -> Finding:
     """The finding for a file whose pickle would run code where it is loaded."""
-    return Finding(
+    return explained(
         "file.unsafe",
         path,
         f"{path} {why}: loading it would run code. Nothing of it was run. Do not load this step "
         "with any other tool, and find out who wrote it",
-        next_command=command_line("explain", "file.unsafe"),
     )
 
 
@@ -671,26 +667,34 @@ TensorSizes = Mapping[tuple[str, str], TensorSize]
 """The sizes of tensors over the files of one kind, by FQN and kind."""
 
 
-def tensor_sizes(
+def tensors_by_kind(
     opened: OpenStep, kinds: Collection[str], kind_of: Callable[[str], str]
-) -> TensorSizes:
-    """The size of each tensor over the files of each of `kinds`, which `kind_of` gives of a path.
+) -> Iterator[tuple[str, HeldTensor]]:
+    """The tensors in the files of each of `kinds`, which `kind_of` gives of a path, with the kind.
 
     None where one of the files cannot be decoded: what is not known of every file would look
     smaller than it is. Raises `StorageError`.
     """
-    sizes: dict[tuple[str, str], TensorSize] = defaultdict(TensorSize)
     tensors, unlisted = opened.tensors_in_files
     for tensor in () if unlisted else tensors:
         kind = kind_of(tensor.file)
         if kind in kinds:
-            size = sizes[tensor.fqn, kind]
-            n_elements = prod(tensor.shape)
-            size.n_files += 1
-            size.n_elements += n_elements
-            size.largest = max(size.largest, n_elements)
-            if tensor.whole is not None:
-                size.n_whole = prod(tensor.whole)
+            yield kind, tensor
+
+
+def tensor_sizes(
+    opened: OpenStep, kinds: Collection[str], kind_of: Callable[[str], str]
+) -> TensorSizes:
+    """The size of each tensor over the files of each of `kinds`; see `tensors_by_kind`."""
+    sizes: dict[tuple[str, str], TensorSize] = defaultdict(TensorSize)
+    for kind, tensor in tensors_by_kind(opened, kinds, kind_of):
+        size = sizes[tensor.fqn, kind]
+        n_elements = prod(tensor.shape)
+        size.n_files += 1
+        size.n_elements += n_elements
+        size.largest = max(size.largest, n_elements)
+        if tensor.whole is not None:
+            size.n_whole = prod(tensor.whole)
     return sizes
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ckptctl.claims import Claim
 from ckptctl.errors import ObjectArchived, PathNotFound
-from ckptctl.findings import NEVER_FINISHED, ByStore, Finding, Severity, Verdict, verdict_of
+from ckptctl.findings import NEVER_FINISHED, ByStore, Claim, Finding, Severity, Verdict, verdict_of
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.frameworks.file_names import kind_of_file, may_hold_state
 from ckptctl.formats.frameworks.layout_tables import TABLES, full_match
@@ -27,8 +26,7 @@ from ckptctl.inspection.file_kinds import check_gone, check_owners
 from ckptctl.inspection.identity import check_counts, decide_identity, number_in_metadata
 from ckptctl.inspection.one_save import check_one_save
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import read_named
-from ckptctl.inspection.pickles import PickleInspection, inspect_pickles
+from ckptctl.inspection.pickles import PickleReader, inspect_pickles
 from ckptctl.inspection.predecessor import check_renamed, check_step_before
 from ckptctl.inspection.presence import (
     check_holds_anything,
@@ -60,7 +58,6 @@ from ckptctl.inspection.sidecars import (
     tensors_in_header,
     value_in_archive,
 )
-from ckptctl.inspection.store_checksums import ask_store
 from ckptctl.inspection.structure import MAX_QUICK_READS
 from ckptctl.inspection.train_state import (
     NO_STATE,
@@ -112,7 +109,7 @@ class StageContext:
     notes: Notes = NOTHING_NOTED
     content: ContentInspection | None = None
     by_store: ByStore | None = None
-    pickles: PickleInspection | None = None
+    pickles: PickleReader | None = None
     identity: Claim | None = None
     wholeness: Wholeness | None = None
     one_save: Claim | None = None
@@ -203,24 +200,13 @@ def _check_part(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
         yield from inspect_safetensors(opened.store, held.folder, held.part, held.headers)
     if part.part.format is PartFormat.RANK_FILES:
         yield from check_rank_files(opened.step, part.part, part.ranges.file_names)
-        yield from check_named(opened.step, part.part, read_named(part))
+        yield from check_named(opened.step, part.part, part.read_named())
     if part.metadata:
         yield from check_key_paths(part.metadata, part.path)
         yield from check_own_number(opened.step, part.part, part.metadata[0])
         yield from check_presence(part.ranges, part.part.files, part.path)
         yield from check_sizes(part.ranges, part.path)
         yield from check_part_coverage(part.metadata, part.path)
-
-
-def _tensors_in_headers(opened: OpenStep) -> dict[str, object]:
-    """What the safetensors files of a step hold, by path; damaged ones are left out."""
-    held = {
-        part.in_step(path): tensors_in_header(header)
-        for outer in opened.parts
-        for part in outer.safetensors
-        for path, header in part.headers.items()
-    }
-    return {path: tensors for path, tensors in held.items() if tensors is not None}
 
 
 def inspect_safetensors(
@@ -289,27 +275,20 @@ def gone(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
 
 def stale_shards(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare names, and a few records of each shard file, with those of the step before."""
-    if not context.is_deep:
-        return
-    for part in opened.parts:
-        if part.part.format is PartFormat.RANK_FILES:
+    for part in opened.parts if context.is_deep else ():
+        are_records = part.part.format is not PartFormat.RANK_FILES
+        if not are_records or part.path in context.readable:
             yield from check_renamed(opened, part)
-            continue
-        if part.path in context.readable:
-            yield from check_renamed(opened, part)
-        if part.path in context.sound:
+        if are_records and part.path in context.sound:
             yield from check_step_before(opened, part)
 
 
 def pickles(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Find what would run code where the pickles of the step are loaded."""
     context.pickles = inspect_pickles(
-        opened,
-        context.requirements.allow_globals,
-        is_deep=context.is_deep,
-        reads_files=context.reads_small_files(opened),
+        opened, is_deep=context.is_deep, reads_files=context.reads_small_files(opened)
     )
-    yield from context.pickles.findings
+    yield from context.pickles.findings(context.requirements.allow_globals)
 
 
 def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
@@ -320,7 +299,13 @@ def state(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         claims_further(step, part.own_number) for part in opened.parts
     )
     sharded = [part for part in opened.parts if part.part.format in SHARDED]
-    contents = _tensors_in_headers(opened)
+    headers = {
+        held.in_step(path): tensors_in_header(header)
+        for part in opened.parts
+        for held in part.safetensors
+        for path, header in held.headers.items()
+    }
+    contents: dict[str, object] = {p: held for p, held in headers.items() if held is not None}
     if opened.beside is not None:
         sidecars = (*sidecars, opened.beside.file)
         if opened.beside.content is not None:
@@ -498,6 +483,8 @@ def optimizer_state(opened: OpenStep, context: StageContext) -> Iterator[Finding
 def store_checksums(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
     """Compare the checksums that the store keeps with those in the seal."""
     if context.requirements.remote_checksums:
+        from ckptctl.inspection.content import ask_store
+
         context.by_store, findings = ask_store(opened, context.notes.seal, context.findings)
         yield from findings
 
@@ -511,9 +498,8 @@ def seal_compared(opened: OpenStep, context: StageContext) -> Iterator[Finding]:
         return
     seal = context.notes.seal
     undecided = verdict_of(context.findings) in (Verdict.COMPLETE, Verdict.UNVERIFIABLE)
-    if seal is None or not undecided or context.places("seal.required"):
-        return
-    if context.content is not None and context.content.whole:
+    is_compared = context.content is not None and context.content.whole
+    if seal is None or is_compared or not undecided or context.places("seal.required"):
         return
     why_not = _not_by_store(seal, context)
     if why_not is not None:
@@ -682,8 +668,8 @@ def stale_sizes(opened: OpenStep, findings: Sequence[Finding]) -> Iterator[Findi
         except PathNotFound:
             continue
         # A file that grows meanwhile is longer in a second listing, too.
-        again = next((file for file in opened.list_again() if file.path == where), None)
-        if again is not None and again.size <= size:
+        sizes = {file.path: file.size for file in opened.list_again()}
+        if sizes.get(where, size + 1) <= size:
             what = f"a listing shows {size:,} bytes of {where}, and it has more"
             yield _unknown(opened.step, where, what)
             return
@@ -725,9 +711,5 @@ def _not_listed(step: Step, where: str) -> Finding:
 
 
 def _unknown(step: Step, where: str, what: str) -> Finding:
-    return Finding(
-        "step.unknown",
-        where,
-        f"{what}: the storage contradicts itself, and nothing is known about the step",
-        next_command=command_line("verify", step.url),
-    )
+    message = f"{what}: the storage contradicts itself, and nothing is known about the step"
+    return Finding("step.unknown", where, message, next_command=command_line("verify", step.url))

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.errors import MetadataUnsafe, RecordUnreadable
-from ckptctl.findings import Finding
+from ckptctl.findings import Finding, at_most_few
 from ckptctl.formats.archive.directory import TAIL, View, read_directory, read_member, tail_needed
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.pickles.values import TensorStub
-from ckptctl.formatting import at_most_few, counted, inside
+from ckptctl.formatting import counted, inside
 from ckptctl.inspection.presence import escape_reason, holds_safetensors
 from ckptctl.model import ByteRange, FileInfo, TensorEntry
 from ckptctl.records.opening import (
@@ -96,17 +96,22 @@ class _RepeatedFinding:
         return f"{self.n_records:,} records {many}; the first is that {where}: {self.reason}"
 
 
-class StructureCheck:
-    """Checks the records of one part, each from a view of it, and keeps what they hold.
+class Structure:
+    """What the records of one part hold, each checked from a view of it, and what that cost.
 
-    `part_path` is where the part is in the step. `values` are those of the small entries
-    whose FQN is `wanted`; of the several ranks of a step saved without collectives each
-    has its own. `crcs` are the checksums of the elements, by the number of the range.
+    `values` are those of the small entries whose FQN is `wanted`; of the several ranks of a step
+    saved without collectives each has its own. `crcs` are the checksums of the elements, by the
+    number of the range. `digests` are those of the archives that fill a file, by its name in the
+    part, where `archives` asks for them. `findings` are there once all records were taken.
     """
 
     def __init__(
-        self, ranges: Ranges, part_path: str = "", wanted: Callable[[str], bool] = lambda _: False
+        self, ranges: Ranges, part_path: str, wanted: Callable[[str], bool], *, archives: bool
     ) -> None:
+        self.findings: tuple[Finding, ...] = ()
+        self.digests: dict[str, str] = {}
+        self.n_reads = self.n_bytes = 0
+        self._archives = archives
         self._ranges = ranges
         self._part_path = part_path
         self._wanted = {id(entry) for entry in ranges.entries if wanted(entry.fqn)}
@@ -129,6 +134,10 @@ class StructureCheck:
         except MetadataUnsafe:
             need = None  # `inspection.pickles` reports it
         self.n_records += need is None
+        if self._archives and need is None and _holds_directory(view):
+            file = self._ranges.file_names[self._ranges.files[number]]
+            tail = view.tail
+            self.digests[file] = archive_digest(lambda n: tail[len(tail) - n :], view.length)
         return need
 
     def _note(self, code: str, number: int, reason: str) -> None:
@@ -212,12 +221,20 @@ class StructureCheck:
             byte_order = found.byte_order or "little"
             self.values.append(RecordValue(fqn, byte_range, stub, data, byte_order))
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield what was found, one finding for each file and code.
+    def finish(self, reading: ReadCost) -> None:
+        """Add up the findings once all records were taken, and what reading them cost."""
+        self.findings = tuple(self._added_up())
+        self.n_reads, self.n_bytes = reading.n_reads, reading.n_bytes
+        # An open step keeps its structure, and no longer what only reading needs.
+        self._by_order.clear()
+        self._alike_in.clear()
+        self._templates = Templates()
 
-        `record.framing`, `record.mismatch`, `record.crc`, `record.unsafe` and
-        `format.unsupported`, one for each file and code; `record.no-crc`,
-        `record.transformed` and `format.no-checksums`, one for the part.
+    def _added_up(self) -> Iterator[Finding]:
+        """Yield one finding for each file and code, and for what is no fault one for the part.
+
+        `record.framing`, `record.mismatch`, `record.crc`, `record.unsafe`, `format.unsupported`;
+        `record.no-crc`, `record.transformed`, `format.no-checksums`.
         """
         self._compare_byte_orders()
         yield from at_most_few(
@@ -262,24 +279,6 @@ SAYS: Mapping[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What the records of one part hold and the findings about them, and what that cost.
-
-    `values` are those of the small entries that were wanted, `crcs` the checksums of
-    elements by the number of the range; see `StructureCheck`. `digests` are those of the
-    archives that fill a file, by its name in the part, where they were wanted.
-    """
-
-    findings: tuple[Finding, ...]
-    values: tuple[RecordValue, ...]
-    crcs: array[int]
-    digests: Mapping[str, str]
-    n_records: int
-    n_reads: int
-    n_bytes: int
-
-
 def read_structure(
     source: RecordSource,
     files: Sequence[FileInfo],
@@ -298,28 +297,12 @@ def read_structure(
     Cost: `n_structure_reads` reads, and a second one for the rare record whose
     directory or pickle is long.
     """
-    check = StructureCheck(source.ranges, part_path, wanted)
-    reading = ReadCost()
-    digests: dict[str, str] = {}
-
-    def take(number: int, view: View) -> Need | None:
-        need = check.take(number, view)
-        if archives and need is None and _holds_directory(view):
-            file = source.ranges.file_names[source.ranges.files[number]]
-            digests[file] = archive_digest(lambda n: view.tail[len(view.tail) - n :], view.length)
-        return need
-
-    for _ in open_records(source, readable_ranges(source.ranges, files), take, reading):
-        pass  # the check keeps what each record holds
-    return Structure(
-        tuple(check.findings()),
-        tuple(check.values),
-        check.crcs,
-        digests,
-        check.n_records,
-        reading.n_reads,
-        reading.n_bytes,
-    )
+    structure, reading = Structure(source.ranges, part_path, wanted, archives=archives), ReadCost()
+    readable = readable_ranges(source.ranges, files)
+    for _ in open_records(source, readable, structure.take, reading):
+        pass  # the structure keeps what each record holds
+    structure.finish(reading)
+    return structure
 
 
 MAX_QUICK_READS = 10_000

@@ -39,17 +39,8 @@ from ckptctl.formats.frameworks.state_keys import (
 )
 from ckptctl.formatting import command_line, counted, inside, listed, some_of, verb
 from ckptctl.inspection.sidecars import scalar, steps_inside
-from ckptctl.inspection.structure import (
-    Structure,
-)
-from ckptctl.model import (
-    STATE_KINDS,
-    FileInfo,
-    Metadata,
-    StatePart,
-    TrainState,
-    UnrecognizedEntry,
-)
+from ckptctl.inspection.structure import Structure
+from ckptctl.model import STATE_KINDS, FileInfo, Metadata, StatePart, TrainState, UnrecognizedEntry
 from ckptctl.outside_numbers import MOST
 
 if TYPE_CHECKING:
@@ -139,8 +130,8 @@ def _state_in(sources: Sources, weights: Sequence[tuple[str, Shapes]]) -> TrainS
     for file in sources.sidecars:
         by_name = kind_of_file(sources.layout, file.path)
         if file.path in sources.contents:
-            of_file = _OfFile(file.path, by_name, beside_files[file.path])
-            in_file = [*_held_by_file(sources, of_file, unrecognized, keys)]
+            weights_beside = beside_files[file.path]
+            in_file = [*_held_by_file(sources, file.path, weights_beside, unrecognized, keys)]
             if by_name is not None and by_name.rank is not None:
                 read.setdefault(by_name.names, frozenset(one.kind for one in in_file))
             held += in_file
@@ -274,19 +265,14 @@ def _is_optimizer(kind: StateKind) -> bool:
     return kind.names == ("optimizer",)
 
 
-class _OfFile(NamedTuple):
-    """A file that was read, with what its name states and the weights in the other files."""
-
-    path: str
-    by_name: StateKind | None
-    beside: Shapes
-
-
 def _held_by_file(
-    sources: Sources, file: _OfFile, unrecognized: dict[str, set[str]], keys: set[str]
+    sources: Sources, path: str, beside: Shapes, unrecognized: dict[str, set[str]], keys: set[str]
 ) -> Iterator[_StateLocation]:
-    """What a decoded file holds; what is not recognized goes to `unrecognized`."""
-    path, by_name, beside = file
+    """What a decoded file holds; what is not recognized goes to `unrecognized`.
+
+    `beside` are the weights in the other files.
+    """
+    by_name = kind_of_file(sources.layout, path)
     leaves = [*leaves_of(sources.contents[path])]
     if by_name is None and not sources.mapped and holds_output(path, leaves):
         return

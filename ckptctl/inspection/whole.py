@@ -3,12 +3,8 @@
 Metadata, an index, a seal and counts in the names state what a save consists of. Where nothing
 does, the files of one kind are compared with each other, with those of the other kinds, and with
 the steps beside this one: a family of files (`formats.families`) whose size nothing states and no
-other step confirms is unknown, however sound its files are. Files without a number are compared
-with the steps before (`file_kinds`).
-
-A job may go on with another number of ranks. Then every family has another size than before, as
-if the files of the last ranks were missing: the tensors in them decide. Where they are split over
-the ranks, they add up to the same size.
+other step confirms is unknown, however sound its files are. After a job went on with another number
+of ranks every family has another size, as if files were missing: the tensors in them decide.
 """
 
 from __future__ import annotations
@@ -21,39 +17,33 @@ from math import prod
 
 import msgspec
 
-from ckptctl.claims import Claim, ClaimName
 from ckptctl.errors import StorageError
-from ckptctl.findings import Finding
+from ckptctl.findings import Claim, ClaimName, Finding, explained
 from ckptctl.formats.families import key_of, named_families
 from ckptctl.formats.frameworks import layouts
 from ckptctl.formats.manifest import MANIFEST, Manifest
 from ckptctl.formatting import command_line, counted, some_of, verb
-from ckptctl.inspection.family_tensors import (
-    are_copies,
-    is_redistributed,
-    ranks_inside,
-    resized_in_part,
-    shapes_by_key,
-    sizes_in_families,
-)
 from ckptctl.inspection.file_kinds import (
     SIMILAR,
     ComparedStep,
     are_alike,
+    are_copies,
     is_of_evaluation,
+    is_redistributed,
     kinds_of_files,
     lost_first,
     lost_index,
     lost_words,
     open_families,
+    ranks_inside,
+    resized_in_part,
+    shapes_by_key,
+    sizes_in_families,
 )
 from ckptctl.inspection.open_step import MAX_BEFORE, OpenStep, steps_before, steps_beside
 from ckptctl.inspection.rank_files import check_manifest, manifest_of, ranks_in, several_worlds
 from ckptctl.inspection.shape import empty_file, missing_file
-from ckptctl.inspection.sidecars import (
-    TensorSizes,
-    split_tensors,
-)
+from ckptctl.inspection.sidecars import TensorSizes, split_tensors
 from ckptctl.model import SHARDED, Family, Level, Part, PartFormat, Step
 
 MAX_COMPARED = 2
@@ -112,10 +102,7 @@ class _Beside(msgspec.Struct, frozen=True):
 
 
 def decide_whole(
-    opened: OpenStep,
-    saved_world_size: int | None,
-    *,
-    is_deep: bool = False,
+    opened: OpenStep, saved_world_size: int | None, *, is_deep: bool = False
 ) -> Wholeness:
     """Compare the families of a step with each other and with those of the steps beside it.
 
@@ -296,15 +283,14 @@ def _result(step: Step, gaps: Sequence[Gap], by: str) -> Wholeness:
 
 def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
     """The finding for files of one kind whose names state several counts."""
-    sizes: dict[str, list[Family]] = defaultdict(list)
+    stated: dict[str, list[Family]] = defaultdict(list)
     for family in families:
         if family.stated:
-            sizes[family.key].append(family)
-    several = next((alike for alike in sizes.values() if len(alike) > 1), None)
-    if several is None:
-        return None
-    sizes_of_key = [family.n_files for family in several]
-    return several_worlds(step, several[0].example, several[0].key, sizes_of_key)
+            stated[family.key].append(family)
+    for key, alike in stated.items():
+        if len(alike) > 1:
+            return several_worlds(step, alike[0].example, key, [one.n_files for one in alike])
+    return None
 
 
 def _emptied(compared: ComparedStep, families: Sequence[Family]) -> Finding | None:
@@ -861,10 +847,9 @@ def _unlisted(families: Sequence[Family], beside: Sequence[_Beside]) -> Finding:
         )
     else:
         why = "nothing states how many ranks wrote them, and no other step confirms it"
-    return Finding(
+    return explained(
         code,
         largest.example,
         f"{n_files} {largest.key}: {why}. --saved-world-size N, a seal, or another step with the "
         "same files proves that none is missing",
-        next_command=command_line("explain", code),
     )

@@ -1,23 +1,21 @@
 """Decide whether a step is on the branch that the run is on now.
 
-A run that goes back saves again under smaller numbers than those of the branch that it left.
-
-A resume from step N supersedes every newer step, and a mark in each root states that. An optional
-root may be absent at that moment, or be the local disk of another machine, and a root may be
-read-only. So the root that the job saves to records each resume,
+A run that goes back saves again under smaller numbers than those of the branch that it left. A
+resume from step N supersedes every newer step by a mark in each root. A root may be absent at that
+moment, or read-only: so the root that the job saves to records each resume,
 `.ckptctl/branches/ATTEMPT.from-STEP.json`, and `pick` over several roots compares the steps of the
 other roots with these records.
 
 A stock writer leaves neither mark nor record. Then only the times of the writes show it: a step
 with a lower number was written later. They are evidence as far as they are times of training, with
-more time between two saves than a save takes. A copy has times of its own, in any order, and
-without training in between. See docs/decisions/branches.md.
+more time between two saves than a save takes; a copy has times of its own. See
+docs/decisions/branches.md.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -26,9 +24,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.errors import OwnFileUnreadable
-from ckptctl.findings import Finding, Report, Verdict
+from ckptctl.findings import Claim, ClaimName, ClaimState, Finding, Report, Verdict
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER, counted_by, is_of_one_attempt
 from ckptctl.formats.own.documents import BranchDocument, LeftBehind
 from ckptctl.formats.own.files import as_stored, read_back, utc_now
@@ -109,13 +106,11 @@ def write_order(
     later = tuple(one for one in lower if one.first_s > own.weights_s)
     if not later:
         return WriteOrder(BranchState.CURRENT, _in_order(own, lower, n_not_compared), own)
-    state = _state_of(own, lower, later)
-    made = WriteOrder(state, _unknown(""), own, later)
-    if state is BranchState.WENT_BACK:
-        return msgspec.structs.replace(
-            made, claim=Claim(ClaimName.BRANCH, ClaimState.CONTRADICTED, made.why)
-        )
-    return msgspec.structs.replace(made, claim=_unknown(f"{made.why}; a copy may have done so"))
+    order = WriteOrder(_state_of(own, lower, later), _unknown(""), own, later)
+    claim = _unknown(f"{order.why}; a copy may have done so")
+    if order.state is BranchState.WENT_BACK:
+        claim = Claim(ClaimName.BRANCH, ClaimState.CONTRADICTED, order.why)
+    return msgspec.structs.replace(order, claim=claim)
 
 
 def _state_of(
@@ -123,14 +118,11 @@ def _state_of(
 ) -> BranchState:
     if not are_apart(own, later[0]):
         return BranchState.COPIED
-    if len(later) > 1:
-        # A copy that was interrupted and continued has one gap; a run has one before each save.
-        if not is_of_training([own, *later], by_number=False):
-            return BranchState.DOUBTFUL
-    else:
-        earlier = [one for one in lower if one.first_s <= own.weights_s]
-        if not is_of_training([*earlier, own], by_number=False):
-            return BranchState.DOUBTFUL
+    # A copy that was interrupted and continued has one gap; a run has one before each save.
+    earlier = [one for one in lower if one.first_s <= own.weights_s]
+    in_order = [own, *later] if len(later) > 1 else [*earlier, own]
+    if not is_of_training(in_order, by_number=False):
+        return BranchState.DOUBTFUL
     numbers = [one.number for one in sorted([*lower, own], key=_written)]
     n_turns = sum(later < earlier for earlier, later in pairwise(numbers))
     if n_turns > max(1, len(lower) // 4):
@@ -200,21 +192,16 @@ def to_compare(
     changed = [name for name in older if folder_times.get(name, 0.0) > written_s]
     changed.sort(key=lambda name: -folder_times[name])
     chosen.update(changed[:MAX_TOUCHED])
-    if not folder_times:
-        chosen.update(_far(older))
+    place = 2 * MAX_NEAREST
+    while place <= len(older) and not folder_times:
+        chosen.add(older[place - 1])
+        place *= 2
     silent = [
         name
         for name in older
         if name not in chosen and not folder_times.get(name, written_s + 1) <= written_s
     ]
     return [name for name in older if name in chosen], len(silent)
-
-
-def _far(names: Sequence[str]) -> Iterator[str]:
-    place = 2 * MAX_NEAREST
-    while place <= len(names):
-        yield names[place - 1]
-        place *= 2
 
 
 def branch_of(

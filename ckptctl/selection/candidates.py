@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import StorageError
 from ckptctl.findings import Report, Verdict
 from ckptctl.formats.frameworks.layouts import StepName
-from ckptctl.inspection.inspecting import Inspection, inspect_step, why_not_deeper
+from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.one_save import SaveTimes, times_of
 from ckptctl.inspection.open_step import OpenStep, RootSteps
 from ckptctl.inspection.stages import SealBytes
@@ -88,7 +88,7 @@ class CachingInspector:
         self.confirm = True
         self.content: Asked | None = None
         self.inspected: dict[Candidate, Inspection] = {}
-        self._listed: dict[Candidate, Inspection] = {}
+        self.at_listing: dict[Candidate, Inspection] = {}
         self._times: dict[Candidate, SaveTimes | None] = {}
         self._steps = [RootSteps(root.listing.trees) for root in opened_roots]
 
@@ -108,16 +108,11 @@ class CachingInspector:
 
         No byte is compared with a seal, also where one is required.
         """
-        known = self.inspected.get(candidate) or self._listed.get(candidate)
+        known = self.inspected.get(candidate) or self.at_listing.get(candidate)
         if known is None:
             known = self._among_roots(candidate, Level.LISTING, SealBytes.LATER)
-            self._listed[candidate] = known
+            self.at_listing[candidate] = known
         return known.report
-
-    @property
-    def inspections(self) -> tuple[Inspection, ...]:
-        """All that were made so far."""
-        return (*self._listed.values(), *self.inspected.values())
 
     def _among_roots(
         self, candidate: Candidate, level: Level | None, seal_bytes: SealBytes | None
@@ -205,7 +200,3 @@ class CachingInspector:
                     if report.is_same_save(other) and not other.is_excluded:
                         return True
         return False
-
-    def level_reason(self, candidate: Candidate) -> str | None:
-        """Why an inspection was not deeper; None if a level was requested."""
-        return why_not_deeper(self.inspected[candidate]) if self.level is None else None

@@ -25,6 +25,7 @@ from ckptctl.findings import (
     Report,
     Severity,
     Verdict,
+    explained,
     unmet_in,
 )
 from ckptctl.formats.frameworks.file_names import kind_of_file
@@ -346,14 +347,13 @@ class Search:
         if len(damaged) < 2:
             return
         numbers = ", ".join(str(number) for number in damaged)
-        yield Finding(
+        yield explained(
             "root.suspect",
             "",
             f"{len(damaged)} recent steps are damaged ({numbers}): suspect the storage, and check "
             "the file system before relying on newer saves",
             expected="at most one damaged step",
             found=f"{len(damaged)} damaged steps",
-            next_command="ckptctl explain root.suspect",
         )
 
 
@@ -575,7 +575,9 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
         where = {place.rpartition(": ")[2] for place in earlier.state.part(kind).where}
         if where and unrecognized.isdisjoint(where):
             yield kind
-    yield from (_part(part) for part in earlier.parts if part not in report.parts)
+    for part in earlier.parts:
+        if part not in report.parts:
+            yield f"the part {part}" if part else "the tensors at the top of its folder"
     if report.world_size != earlier.world_size:
         return
     # What is not recognized may be the optimizer, of which this step then holds nothing.
@@ -594,11 +596,6 @@ def _lost(report: Report, earlier: Report, missing: Sequence[str]) -> Iterator[s
         now, before = report.state.part(kind).n_ranks, earlier.state.part(kind).n_ranks
         if now is not None and before is not None and now < before:
             yield f"the {kind} of {before - now} of {before} ranks"
-
-
-def _part(path: str) -> str:
-    # The part without a path is the top of the step's folder.
-    return f"the part {path}" if path else "the tensors at the top of its folder"
 
 
 def _predecessors(
@@ -660,7 +657,9 @@ class RunSearch(Search):
             self._check_counts(self.chosen_candidate)
             self._decide_branch(self.chosen_candidate)
         over = {id(one.report) for one in self.passed_over}
-        known = [one for one in self.inspect.inspections if id(one.report) in over]
+        inspector = self.inspect
+        every = (*inspector.at_listing.values(), *inspector.inspected.values())
+        known = [inspection for inspection in every if id(inspection.report) in over]
         self.not_shared = not_shared(known)
         if self.not_shared is not None and self.chosen is None and not self.unknown:
             self.stopped = NoStepReason.NOT_SHARED
@@ -747,14 +746,13 @@ class RunSearch(Search):
         """Yield `root.unconfirmed` where a confirmed step was asked for, and none was found."""
         if self.n_unconfirmed and self.chosen is not None:
             n_steps = counted(self.n_unconfirmed, "sound step")
-            yield Finding(
+            yield explained(
                 "root.unconfirmed",
                 "",
                 f"none of {n_steps} is confirmed, so the newest, {self.chosen.number}, was chosen: "
                 "it may hold what the failure left in it",
                 expected="a confirmed step",
                 found=f"{n_steps} that nothing confirms",
-                next_command="ckptctl explain root.unconfirmed",
             )
 
     def _two_branches(self) -> Iterator[Finding]:

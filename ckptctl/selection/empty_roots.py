@@ -19,16 +19,9 @@ from functools import partial
 
 from ckptctl.errors import StorageUnavailable, UsageError
 from ckptctl.findings import Finding, Report, Verdict
-from ckptctl.formats.frameworks import ray_train
+from ckptctl.formats.frameworks import layouts, ray_train
 from ckptctl.formats.frameworks.file_names import is_known_as_no_save, is_named_as_weights
-from ckptctl.formats.frameworks.layouts import (
-    NO_RUN_BELOW,
-    OWN_FOLDER,
-    is_beside,
-    is_of_a_step,
-    is_scattered,
-    step_name,
-)
+from ckptctl.formats.frameworks.layouts import NO_RUN_BELOW, OWN_FOLDER
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.open_step import list_scattered
 from ckptctl.model import FileInfo
@@ -190,11 +183,7 @@ def check_has_steps(store: Store, listing: RootListing) -> None:
 
 
 def check_empty(
-    store: Store,
-    listing: RootListing,
-    *,
-    is_root: bool = False,
-    ignore: Collection[str] = (),
+    store: Store, listing: RootListing, *, is_root: bool = False, ignore: Collection[str] = ()
 ) -> None:
     """Raise if the content of a root is no evidence that it belongs to a new run.
 
@@ -207,7 +196,16 @@ def check_empty(
     check_listed_again(store, listing)
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
     if not (listing.exists and holds_other):
-        _check_path(store, exists=listing.exists)
+        # An address without content may be meant as something else.
+        target = parse_target(store.url) if "@" in store.url else None
+        if target is not None and target.which is not None:
+            raise UsageError(
+                f"{store.url} names a step, but a root is required: the folder that holds the "
+                "steps",
+                next_command=command_line("scan", target.root),
+            )
+        if not listing.exists:
+            check_is_folder(store)
     if is_step_itself(store, listing):
         raise UsageError(
             f"{store.url} is a step itself, not a root that holds steps",
@@ -268,13 +266,13 @@ def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
 
     Cost: one listing per folder that is not a step, at most `MAX_FOLDERS_TRIED`.
     """
-    folders = (one for one in listing.folders[:MAX_FOLDERS_TRIED] if not is_beside(one))
+    folders = (one for one in listing.folders[:MAX_FOLDERS_TRIED] if not layouts.is_beside(one))
     found = (folder for folder in folders if is_checkpoint(store, folder, listing.pattern))
     names = [*listing.unnumbered, *found]
     if not names:
         return
     seem = verb(len(names), "looks like a checkpoint", "look like checkpoints")
-    numbered = any(step_name(name) is not None for name in listing.unnumbered)
+    numbered = any(layouts.step_name(name) is not None for name in listing.unnumbered)
     which = "beside the steps" if numbered else "without a step number"
     yield Finding(
         "root.unnumbered",
@@ -286,18 +284,6 @@ def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
     )
 
 
-def _check_path(store: Store, *, exists: bool) -> None:
-    """Raise if an address without content was meant as something else."""
-    target = parse_target(store.url) if "@" in store.url else None
-    if target is not None and target.which is not None:
-        raise UsageError(
-            f"{store.url} names a step, but a root is required: the folder that holds the steps",
-            next_command=command_line("scan", target.root),
-        )
-    if not exists:
-        check_is_folder(store)
-
-
 def is_step_itself(store: Store, listing: RootListing) -> bool:
     """Whether the address of a root without steps is that of a step, by its files or its name."""
     holds_other = listing.folders or listing.unnumbered or listing.pointers or listing.links
@@ -306,7 +292,7 @@ def is_step_itself(store: Store, listing: RootListing) -> bool:
 
 
 def _is_step(name: str) -> bool:
-    named = step_name(name)
+    named = layouts.step_name(name)
     return named is not None and not named.bare
 
 
@@ -329,7 +315,7 @@ def _content_of(store: Store, listing: RootListing, ignore: Collection[str]) -> 
     content, weights = _RootContent(), list[str]()
     ignore = (*ignore, *pointer_numbers(store, listing))  # what they name is compared elsewhere
     # The files of steps that have no folder of their own.
-    scattered = {step.name for step in listing.steps if is_scattered(step.name)}
+    scattered = {step.name for step in listing.steps if layouts.is_scattered(step.name)}
     files_of = list_scattered(store, list_if_there(store, "")) if scattered else {}
     saved = {file.path for step in files_of if step.name in scattered for file in files_of[step]}
     n_folders, n_files = -1, 0  # the root itself is listed first
@@ -361,7 +347,7 @@ def _content_of(store: Store, listing: RootListing, ignore: Collection[str]) -> 
                         below += [] if entry.path in _NOT_LISTED else [path]
                     elif not _is_known(store, path, entry):
                         content.unknown.append(path)
-                        if is_named_as_weights(entry.path) or is_of_a_step(entry.path):
+                        if is_named_as_weights(entry.path) or layouts.is_of_a_step(entry.path):
                             weights.append(path)
         level = below
     # A folder of digits that holds weights is a step.

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, Unpack
 
 from ckptctl.errors import AccessDenied, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_DENIED, Report, Severity, Verdict
@@ -34,9 +34,6 @@ from ckptctl.model import ExitCode, Level, Message, NextCommand, StepNumber, Ste
 from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.opening import absolute_url, join_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +93,13 @@ def mark(
         level = Level.STRUCTURE if kind is MarkKind.ACCEPTED else Level.LISTING
         inspected = inspect_step(found, requirements, level=level)
         check_inspected(inspected.report)
-        if kind is MarkKind.CONFIRMED:
-            _check_sound(inspected.report)
+        verdict = inspected.report.verdict
+        if kind is MarkKind.CONFIRMED and verdict is not Verdict.COMPLETE:
+            raise UsageError(
+                f"{found.url} is {verdict.value}, and only a complete step can be confirmed; no "
+                "mark was written",
+                next_command=command_line("verify", found.url),
+            )
         # A listing does not read what names the save of a rank-file step.
         report = replace(inspected.report, digests=tuple(found.digests.items()))
         applying = inspected.notes.marks
@@ -105,22 +107,26 @@ def mark(
             # A pin on an earlier save keeps the folder, so it can be lifted as well.
             applying += tuple(pin for pin in inspected.notes.pins if pin not in applying)
         lifted = tuple(one for one in applying if one.word in kind.lifts)
+        made, path, standing = None, None, applying
         if kind.lifts and not lifted and not _takes_as_it_is(kind, report, applying):
-            return _nothing_to_lift(report, kind, applying)
-        made = new_mark(
-            report, kind, reason=reason, by=by, evidence=evidence, lifts=[m.id for m in lifted]
-        )
-        path = _write(found, made, marks)
+            message = _nothing_to_lift(report, kind)
+            next_command = command_line("verify", report.url)
+        else:
+            lifts = [one.id for one in lifted]
+            made = new_mark(report, kind, reason=reason, by=by, evidence=evidence, lifts=lifts)
+            path, standing = _write(found, made, marks), in_force((*applying, made))
+            message = f"{report.url} is {kind.value}"
+            next_command = _next_command(found, kind, marks)
         return Marked(
             url=report.url,
             number=report.number,
             mark=made,
             path=path,
             lifted=lifted,
-            standing=in_force((*applying, made)),
-            message=f"{report.url} is {kind.value}",
+            standing=standing,
+            message=message,
             exit_code=0,
-            next_command=_next_command(found, kind, marks),
+            next_command=next_command,
         )
 
 
@@ -199,16 +205,6 @@ _REASONS = {
 """The marks that need a reason, with an example."""
 
 
-def _check_sound(report: Report) -> None:
-    """Raise `UsageError` for a step that no training can have shown to be good."""
-    if report.verdict is not Verdict.COMPLETE:
-        raise UsageError(
-            f"{report.url} is {report.verdict.value}, and only a complete step can be confirmed; "
-            "no mark was written",
-            next_command=command_line("verify", report.url),
-        )
-
-
 def _check_words(word: MarkKind, reason: str, evidence: Sequence[str], by: str) -> None:
     if word in _REASONS and not reason.strip():
         example, what = _REASONS[word]
@@ -257,7 +253,7 @@ def _takes_as_it_is(word: MarkKind, report: Report, applying: Sequence[Mark]) ->
     return word is MarkKind.ACCEPTED and bool(found) and not is_accepted
 
 
-def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...]) -> Marked:
+def _nothing_to_lift(report: Report, word: MarkKind) -> str:
     what, hint = "not confirmed" if word is MarkKind.UNCONFIRMED else "not pinned", ""
     if word is MarkKind.ACCEPTED:
         what = "neither rejected nor superseded, nor renamed, and no NaN was found in it"
@@ -266,17 +262,7 @@ def _nothing_to_lift(report: Report, word: MarkKind, applying: tuple[Mark, ...])
             f"`{command_line('reject', report.url, '--reason', 'WHY')}`, and this command after "
             "it, lift that too"
         )
-    return Marked(
-        url=report.url,
-        number=report.number,
-        mark=None,
-        path=None,
-        lifted=(),
-        standing=applying,
-        message=f"{report.url} is {what}; nothing was written{hint}",
-        exit_code=0,
-        next_command=command_line("verify", report.url),
-    )
+    return f"{report.url} is {what}; nothing was written{hint}"
 
 
 def _next_command(found: OpenTarget, word: MarkKind, marks: str | None) -> str:

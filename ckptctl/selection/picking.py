@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 import msgspec
 
@@ -17,10 +17,11 @@ from ckptctl.errors import NothingToResume, OptionError
 from ckptctl.findings import EXIT_STATE_MISSING, Finding, Report, Severity, Verdict
 from ckptctl.formats.frameworks.layouts import counts_training_steps
 from ckptctl.formatting import command_line, counted, safe, some_of, verb
+from ckptctl.inspection.inspecting import why_not_deeper
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import ExitCode, Level, Message, NextCommand
-from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
+from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
 from ckptctl.selection.branches import WriteOrder
 from ckptctl.selection.candidates import Candidate, candidates_of
 from ckptctl.selection.choosing import (
@@ -38,11 +39,6 @@ from ckptctl.selection.empty_roots import check_unnumbered
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.opening import SharedStores, join_url, parent_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import PickKeywords
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +191,7 @@ def pick(
     Cost: one listing of each root, one listing and one read for each inspected step: on a
     healthy run one step, and its predecessor if it lacks some state.
     """
-    policy, requirements, storage = options_from(
-        keywords,
-        policy,
-        requirements,
-        storage,
-    )
+    policy, requirements, storage = options_from(keywords, policy, requirements, storage)
     check_create(allow_fresh=allow_fresh, create=create)
     named = roots_in(roots, optional_roots)
     with ExitStack() as stack:
@@ -233,18 +224,9 @@ def pick_step(
 def requested(roots: Roots, report: Report | None) -> Pick:
     """The answer where a person named the step, or None for a run from step 0."""
     message = "a run from step 0" if report is None else f"resume from step {step_in_words(report)}"
-    return Pick(
-        answer=Answer.FRESH if report is None else Answer.FOUND,
-        roots=roots.urls,
-        chosen=report,
-        passed_over=(),
-        findings=(),
-        level=None if report is None else report.level,
-        level_reason=None,
-        message=message,
-        exit_code=0,
-        next_command=None,
-    )
+    answer = Answer.FRESH if report is None else Answer.FOUND
+    level = None if report is None else report.level
+    return Pick(answer, roots.urls, report, (), (), level, None, message, 0, None)
 
 
 def answer_of(
@@ -287,6 +269,7 @@ def _found(done: RunSearch, chosen: Report, candidate: Candidate, require: Colle
     passed_over = [over.report.number for over in done.passed_over]
     newer = [number for number in passed_over if number != chosen.number]
     past = f", falling back past {_numbers(newer)}" if newer else ""
+    inspected = done.inspect.inspected[candidate]
     return Pick(
         answer=Answer.FELL_BACK if newer else Answer.FOUND,
         roots=done.roots.urls,
@@ -294,7 +277,7 @@ def _found(done: RunSearch, chosen: Report, candidate: Candidate, require: Colle
         passed_over=tuple(done.passed_over),
         findings=tuple(done.findings),
         level=chosen.level,
-        level_reason=done.inspect.level_reason(candidate),
+        level_reason=why_not_deeper(inspected) if done.inspect.level is None else None,
         message=f"resume from step {step_in_words(chosen)}{past}",
         exit_code=0,
         next_command=None,
@@ -518,23 +501,22 @@ def _newest_sound(search: Search) -> str:
     """Which step is sound although none is chosen, or that there is none."""
     level = search.passed_over[-1].report.level.value
     further = search.further
-    if further is None or not (further.chosen or further.passed_over):
-        whole = [one for one in search.passed_over if one.report.verdict is Verdict.COMPLETE]
-        if whole:
-            return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
-        return f"no step is sound at {level}"
-    over = (one.report for one in further.passed_over)
-    unknown = [report.number for report in over if report.verdict is Verdict.UNKNOWN]
-    uninspected = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
-    whole = [one for one in further.passed_over if one.report.verdict is Verdict.COMPLETE]
-    if further.chosen is None and whole:
+    is_further = further is not None and (further.chosen or further.passed_over)
+    last = further if further is not None and is_further else search
+    reports = [one.report for one in last.passed_over]
+    whole = [one for one in last.passed_over if one.report.verdict is Verdict.COMPLETE]
+    if whole and (last is search or last.chosen is None):
         return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
-    if further.chosen is not None:
-        found = further.chosen
+    if last is search:
+        return f"no step is sound at {level}"
+    unknown = [report.number for report in reports if report.verdict is Verdict.UNKNOWN]
+    uninspected = f" ({_numbers(unknown)} could not be inspected)" if unknown else ""
+    found = last.chosen
+    if found is not None:
         return (
             f"the newest step that is sound at {found.level.value} is {found.number}{uninspected}"
         )
-    n_over = len(further.passed_over)
+    n_over = len(reports)
     before = (
         f"none of the {n_over} steps before them is" if n_over > 1 else "the step before is not"
     )
@@ -605,8 +587,8 @@ def scan(
         chosen, next_command = answer.chosen, answer.next_command
         if chosen is not None:
             deeper = chosen.level.deeper
-            verify = ("verify", chosen.url, "--level", deeper.value) if deeper else None
-            next_command = command_line(*verify) if verify else None
+            verify = ("verify", chosen.url, "--level")
+            next_command = command_line(*verify, deeper.value) if deeper else None
         return Scan(
             root=done.roots.first,
             exists=any(root.listing.exists for root in done.opened_roots),

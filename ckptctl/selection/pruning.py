@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.errors import OptionError, OwnFileUnreadable, PathNotFound, StorageError
 from ckptctl.findings import Verdict
@@ -32,8 +32,7 @@ from ckptctl.options import (
 from ckptctl.selection.candidates import CachingInspector, Candidate
 from ckptctl.selection.choosing import refusal
 from ckptctl.selection.empty_roots import check_has_steps
-from ckptctl.selection.fencing import holder
-from ckptctl.selection.history import resumed_from
+from ckptctl.selection.history import holder, resumed_from
 from ckptctl.selection.retention import (
     NotCounted,
     OnInspected,
@@ -49,10 +48,6 @@ from ckptctl.selection.retention import (
 from ckptctl.selection.roots import list_all
 from ckptctl.selection.targets import open_roots, roots_in
 from ckptctl.storage.contract import Store, Upload
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 OnBytes = Callable[[int, int], None]
 """Called with the bytes of a step that have been compared, and their total."""
@@ -164,7 +159,11 @@ def prune(
                 on_ended(pruned)
         except BaseException:
             if on_ended is not None:
-                on_ended(_interrupted(root, keep, plan, again))
+                pruned = _pruned(root, keep, plan, again, apply=True)
+                going = [one for one in pruned.decisions if one.removed]
+                message = f"interrupted; removed until then: {_steps(going)}"
+                exit_code = 128 + signal.SIGINT
+                on_ended(replace(pruned, message=message, exit_code=exit_code, next_command=again))
             raise
     return pruned
 
@@ -182,18 +181,6 @@ def _with_uploads(
         n_uploads=n,
         message=f"{pruned.message}; {counted(n, 'unfinished upload')} of killed saves {done}",
         next_command=pruned.next_command if apply else f"{again} --apply",
-    )
-
-
-def _interrupted(root: str, keep: int, plan: RetentionPlan, again: str) -> Pruned:
-    """The answer where the removal was interrupted: what is gone, and how to go on."""
-    pruned = _pruned(root, keep, plan, again, apply=True)
-    going = [one for one in pruned.decisions if one.removed]
-    return replace(
-        pruned,
-        message=f"interrupted; removed until then: {_steps(going)}",
-        exit_code=128 + signal.SIGINT,
-        next_command=again,
     )
 
 

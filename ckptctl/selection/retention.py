@@ -8,20 +8,12 @@ would refuse a counted one stays. `prune` and `Checkpointer(keep=)` both use thi
 No reader uses a partly removed step: its metadata goes first, so from then on it is an
 interrupted save, is never chosen, and the next retention removes the rest. A format without
 DCP metadata gets a note instead, which goes last: without it, the rest could pass for a
-weights-only step. Then what ckptctl wrote about the step, then everything else.
-
-A killed save leaves multipart uploads. Listings do not show their parts, which are billed
-until the upload is aborted. An upload of an attempt that no longer holds the root is
-abandoned, because its writer may not publish any more. One under a name without an attempt
-is another tool's, and counts as abandoned after a day. Everything else may still be
-running, and stays.
+weights-only step.
 
 A step that stays is proven once, by every byte: by a seal, or by the note
 `.ckptctl/proof.json` that retention writes into it after comparing them. Both apply to the
-proven files, by names, sizes and write times, and to one metadata: a step that was written to
-since, or copied without its times, must be proven again. A proof describes the bytes at that
-time. Bytes that a disk has lost since, without a write, are detected only when read again
-(`--level content`).
+proven files, by names, sizes and write times, and to one metadata. Bytes that a disk has lost
+since, without a write, are detected only when read again (`--level content`).
 """
 
 from __future__ import annotations
@@ -36,7 +28,6 @@ from functools import cached_property, partial
 from itertools import islice
 
 from ckptctl import __version__
-from ckptctl.claims import ClaimName
 from ckptctl.errors import (
     AccessDenied,
     CkptctlError,
@@ -46,21 +37,10 @@ from ckptctl.errors import (
     StorageFull,
     StorageUnavailable,
 )
-from ckptctl.findings import Report, Verdict
+from ckptctl.findings import ClaimName, Report, Verdict
 from ckptctl.formats.digests import sha256_of
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    OWN_FOLDER,
-    REMOVING,
-    StepName,
-    counted_by,
-    is_flat_file,
-    is_own,
-    is_saved,
-    is_scattered,
-    own_file_of_lone,
-    step_name,
-)
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER, REMOVING, StepName
 from ckptctl.formats.own.documents import ProofDocument
 from ckptctl.formats.own.files import as_stored, canonical, read_back, time_now
 from ckptctl.formats.own.marks import metadata_digest
@@ -81,7 +61,7 @@ from ckptctl.selection.choosing import (
     refusal,
     why_not,
 )
-from ckptctl.selection.fencing import holder
+from ckptctl.selection.history import holder
 from ckptctl.selection.roots import moved_aside, neighbours_of, pointed_steps
 from ckptctl.selection.targets import OpenRoot
 from ckptctl.storage.contract import NotSupported, Store, StoreKind, TooLarge, Upload
@@ -103,12 +83,14 @@ def remove_step(store: Store, name: str, *, seen: Sequence[FileInfo] | None = No
     files = [file.path for file in listed]
     markers = [path for path in files if path.rpartition("/")[2].endswith(METADATA)]
     # A seal without its shards would make a partial removal look like damage.
-    own = [path for path in files if is_own(path) and path not in (*markers, REMOVING)]
+    own = [path for path in files if layouts.is_own(path) and path not in (*markers, REMOVING)]
     rest = sorted(set(files).difference(markers, own, [REMOVING]))
     try:
-        if is_scattered(name) or any(is_flat_file(file) and file.path == name for file in listed):
+        if layouts.is_scattered(name) or any(
+            layouts.is_flat_file(file) and file.path == name for file in listed
+        ):
             act_in_flight(store.remove, rest)
-            act_in_flight(store.remove, [own_file_of_lone(name, path) for path in own])
+            act_in_flight(store.remove, [layouts.own_file_of_lone(name, path) for path in own])
             return True
         noted = [] if markers else _note(store, name)
         if store.folders is not None:
@@ -141,6 +123,10 @@ def abandoned_uploads(
 ) -> Sequence[Upload]:
     """The abandoned uploads into steps of a root; with `number`, into that step.
 
+    Listings do not show the parts of an upload, which are billed until it is aborted. One of an
+    attempt that no longer holds the root is abandoned; one under a name without an attempt is
+    another tool's, and counts as abandoned after a day. Everything else may still be running.
+
     Empty if the client cannot list them or is not permitted to: a lifecycle rule of the
     bucket has to abort them then. Cost: a listing of the fence, and one request per 1,000
     uploads.
@@ -154,7 +140,7 @@ def abandoned_uploads(
     token = held.number if held else 0
     abandoned = []
     for upload in found:
-        named = step_name(upload.path.partition("/")[0], pattern)
+        named = layouts.step_name(upload.path.partition("/")[0], pattern)
         if named is None or (number is not None and named.number != number):
             continue
         old = upload.begun_s is not None and time.time() - upload.begun_s > MAX_AGE_S
@@ -212,7 +198,7 @@ def _noted(store: Store, inspected: Inspection) -> bool:
 
 def files_digest(files: Iterable[FileInfo]) -> str:
     """A SHA-256 over the files of a step by path, each with its size and write time."""
-    saved = {f.path: [f.size, written_ms(f)] for f in files if is_saved(f.path)}
+    saved = {f.path: [f.size, written_ms(f)] for f in files if layouts.is_saved(f.path)}
     return sha256_of(canonical(saved))
 
 
@@ -345,10 +331,7 @@ class RetentionPlan:
         self._decisions: dict[str, PruneDecision] = {}
         # Listed before anything is removed: an error here must not hide a removal.
         self._set_aside = [
-            (
-                named,
-                self._at_listing(OpenStep(root.store, named)),
-            )
+            (named, self._at_listing(OpenStep(root.store, named)))
             for named in moved_aside(root.store)
         ]
         self.n_to_read = 0
@@ -409,7 +392,7 @@ class RetentionPlan:
         if not self._counted:
             return None
         newest = self._counted[0].candidate.named
-        counts = [counted_by(one.layout) for one in (named, newest)]
+        counts = [layouts.counted_by(one.layout) for one in (named, newest)]
         if counts[0] == counts[1]:
             return None
         return (
@@ -520,9 +503,7 @@ class RetentionPlan:
         A copy under another number, alone beside one other step, is contradicted by nothing.
         """
         claim = report.claim(ClaimName.IDENTITY)
-        if report.seal or claim.is_proven:
-            return None
-        if not self._has_proven_number:
+        if report.seal or claim.is_proven or not self._has_proven_number:
             return None
         why = f"identity is not proven ({claim.by}), and that of other steps is"
         return NotCounted(why, Remedy.SEAL)
@@ -586,7 +567,13 @@ class RetentionPlan:
             self._decisions[name] = self._decision(
                 inspected, stays or f"older than the {what}", removed=not stays
             )
-        self._remove_aside(f"moved aside, and older than the {what}", remove)
+        for named, inspected in self._set_aside:  # replaced, which only a person would use
+            if self._is_older(named):
+                stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
+                decision = self._decision(
+                    inspected, stays or f"moved aside, and older than the {what}", removed=not stays
+                )
+                self._decisions[inspected.step.name] = decision
 
     def _removed(
         self, inspected: Inspection, remove: Remove | None, keeps: Callable[[], str | None]
@@ -723,14 +710,6 @@ class RetentionPlan:
         )
         return list(islice(older, MAX_PREDECESSORS))
 
-    def _remove_aside(self, reason: str, remove: Remove | None) -> None:
-        """Remove replaced steps, which only a person would use."""
-        for named, inspected in self._set_aside:
-            if self._is_older(named):
-                stays = self._removed(inspected, remove, partial(_stays_aside, inspected))
-                decision = self._decision(inspected, stays or reason, removed=not stays)
-                self._decisions[inspected.step.name] = decision
-
     def _decision(
         self, inspected: Inspection, reason: str, *, removed: bool = False
     ) -> PruneDecision:
@@ -809,4 +788,4 @@ def _marked(inspected: Inspection) -> str | None:
 
 def _is_left_over(inspected: Inspection) -> bool:
     """Whether only files of ckptctl are left of a step, so its removal was interrupted."""
-    return all(is_own(file.path) for file in inspected.step.files)
+    return all(layouts.is_own(file.path) for file in inspected.step.files)

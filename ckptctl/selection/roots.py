@@ -16,29 +16,9 @@ from functools import cache
 from itertools import pairwise
 
 from ckptctl.errors import OptionError, PathNotFound, StorageError, StorageUnavailable
-from ckptctl.findings import Finding, Severity
-from ckptctl.formats.frameworks import ray_train
-from ckptctl.formats.frameworks.layouts import (
-    MAX_POINTER_BYTES,
-    MAX_STEP,
-    OWN_FOLDER,
-    StepName,
-    by_epochs,
-    counted_name,
-    has_too_large_a_number,
-    is_flat_file,
-    is_of_a_step,
-    is_pointer,
-    is_saved_weights,
-    is_scattered,
-    may_be_shards,
-    pointed_step,
-    run_of,
-    scattered_steps,
-    shard_rank,
-    step_name,
-    unfinished_beside,
-)
+from ckptctl.findings import Finding, Severity, explained
+from ckptctl.formats.frameworks import layouts, ray_train
+from ckptctl.formats.frameworks.layouts import MAX_POINTER_BYTES, MAX_STEP, OWN_FOLDER, StepName
 from ckptctl.formatting import command_line, counted, some_of, verb
 from ckptctl.inspection.inspecting import Inspection
 from ckptctl.inspection.open_step import Neighbours, OpenStep, RootSteps, list_scattered
@@ -73,12 +53,12 @@ def doubt_about(steps: Files) -> Doubt | None:
     if not steps:
         return None
     newest = max(steps, key=lambda step: step.number)
-    pattern = "" if is_scattered(newest.name) else pattern_of(newest)
+    pattern = "" if layouts.is_scattered(newest.name) else pattern_of(newest)
     select = "select one by --pattern" if pattern else "give each a folder of its own"
     runs = {
-        run_of(step): files[0].path
+        layouts.run_of(step): files[0].path
         for step, files in steps.items()
-        if step.lone or step.run or is_scattered(step.name)
+        if step.lone or step.run or layouts.is_scattered(step.name)
     }
     if len(runs) > 1:
         first, second, *_ = runs.values()
@@ -87,7 +67,7 @@ def doubt_about(steps: Files) -> Doubt | None:
     files_of_all = [file for files in steps.values() for file in files]
     paths = [file.path for file in files_of_all]
     numbers = {step.number for step in steps}
-    if all(map(is_flat_file, files_of_all)) and may_be_shards(paths, numbers):
+    if all(map(layouts.is_flat_file, files_of_all)) and layouts.may_be_shards(paths, numbers):
         why = "nothing in them shows whether they are saves or the shards of one"
         return Doubt(steps, f"{why}; if they are saves, use --pattern", pattern)
     return None
@@ -95,8 +75,10 @@ def doubt_about(steps: Files) -> Doubt | None:
 
 def doubt_without_steps(files: Iterable[FileInfo]) -> Doubt | None:
     """The files that are steps if they count the number in their names, and nothing else does."""
-    named = {step: (file,) for file in files if (step := counted_name(file.path)) is not None}
-    return Doubt(named) if len({run_of(step) for step in named}) == 1 else None
+    named = {
+        step: (file,) for file in files if (step := layouts.counted_name(file.path)) is not None
+    }
+    return Doubt(named) if len({layouts.run_of(step) for step in named}) == 1 else None
 
 
 def pattern_of(step: StepName) -> str:
@@ -238,7 +220,7 @@ def list_all(
         name, slash, path = path.partition("/")
         if slash and steps == "steps" and name in trees:
             trees[name].append(file.at(f"{OWN_FOLDER}/{path}"))
-    trees |= {named.name: list(files) for named, files in scattered_steps(top).items()}
+    trees |= {named.name: list(files) for named, files in layouts.scattered_steps(top).items()}
     folders = [FileInfo(name, 0, kind="dir") for name in trees if name not in {f.path for f in top}]
     listing = _without_doubt(store, read_listing([*top, *folders], pattern))
     listing = _with_ray(store, listing, top, trees)
@@ -253,7 +235,7 @@ def _without_doubt(store: Store, listing: RootListing) -> RootListing:
     paths = {file.path for files in doubt.files.values() for file in files}
     return replace(
         listing,
-        steps=_newest_first(by_epochs([*doubt.files])),
+        steps=_newest_first(layouts.by_epochs([*doubt.files])),
         unnumbered=tuple(name for name in listing.unnumbered if name not in paths),
         doubt=None,
     )
@@ -320,30 +302,30 @@ def read_listing(
     in_flight: set[str | None] = set()
     entries = list(entries)
     names = {entry.path for entry in entries if entry.kind == "dir"}
-    beside_others = scattered_steps(entries) if pattern is None else {}
+    beside_others = layouts.scattered_steps(entries) if pattern is None else {}
     of_others = {file.path for files in beside_others.values() for file in files}
     steps += beside_others
     known = False
     is_step = False
     for entry in entries:
         known = known or entry.path == OWN_FOLDER
-        is_step = is_step or is_of_a_step(entry.path)
-        in_flight.add(unfinished_beside(entry))
-        if is_pointer(entry):
+        is_step = is_step or layouts.is_of_a_step(entry.path)
+        in_flight.add(layouts.unfinished_beside(entry))
+        if layouts.is_pointer(entry):
             pointers.append(entry)
             continue
         if entry.path in of_others:
             continue
-        named = step_name(entry.path, pattern)
+        named = layouts.step_name(entry.path, pattern)
         if entry.kind == "dir" and entry.link is not None:
             links[entry.path] = entry.link
         if entry.kind == "link" and entry.link in names:
             links[entry.path] = entry.link  # another name of a folder, and no step of its own
             continue
-        if named is not None and (entry.kind in ("dir", "link") or is_flat_file(entry)):
+        if named is not None and (entry.kind in ("dir", "link") or layouts.is_flat_file(entry)):
             steps.append(named)
         elif pattern is None and (
-            has_too_large_a_number(entry.path)
+            layouts.has_too_large_a_number(entry.path)
             # As `torch.save(..., "checkpoint_100")` makes one.
             or (
                 named is not None
@@ -357,7 +339,7 @@ def read_listing(
             folders.append(entry.path)
         elif entry.kind == "link" and not entry.path.startswith("."):
             links[entry.path] = entry.link or ""
-        elif is_saved_weights(entry):
+        elif layouts.is_saved_weights(entry):
             unnumbered.append(entry.path)
     steps = [replace(step, unfinished=True) if step.name in in_flight else step for step in steps]
     if not all(step.lone or step.bare for step in steps):
@@ -373,7 +355,7 @@ def read_listing(
             steps = []
         elif not steps:
             doubt = doubt_without_steps(by_path[name] for name in unnumbered)
-    steps = by_epochs(steps)
+    steps = layouts.by_epochs(steps)
     return RootListing(
         _newest_first(steps),
         tuple(pointers),
@@ -406,9 +388,7 @@ def _newest_first(steps: Sequence[StepName]) -> tuple[StepName, ...]:
 
 
 def neighbours_of(
-    list_steps: Callable[[], Sequence[StepName]],
-    number: int,
-    of_root: RootSteps | None = None,
+    list_steps: Callable[[], Sequence[StepName]], number: int, of_root: RootSteps | None = None
 ) -> Neighbours:
     """The finished steps beside step `number`, among those that `list_steps` lists, newest first.
 
@@ -465,7 +445,7 @@ def duplicates(steps: Sequence[StepName]) -> Iterator[Finding]:
 
 def too_large_numbers(listing: RootListing) -> Iterator[Finding]:
     """Yield a `step.number` for names of steps with an impossible number."""
-    names = [name for name in listing.unnumbered if has_too_large_a_number(name)]
+    names = [name for name in listing.unnumbered if layouts.has_too_large_a_number(name)]
     if names:
         yield Finding(
             "step.number",
@@ -578,7 +558,7 @@ def check_counted_further(
         with suppress(StorageError):
             steps = count_of(OpenStep(store, name)) if is_checkpoint(store, name) else None
             if steps is not None and trained_steps is not None and steps > trained_steps:
-                yield _counts_further(name, _of_steps(steps, trained_steps))
+                yield _counts_further(name, f"{steps:,} steps", trained_steps)
                 return
     if not listing.unnumbered:
         return
@@ -590,33 +570,28 @@ def check_counted_further(
         with suppress(StorageError):
             more = _counts_more(store, files[name], own, trained_steps)
             if more is not None:
-                yield _counts_further(name, more)
+                yield _counts_further(name, *more)
                 return
 
 
 _CALLED_NEWEST = re.compile(r"last|latest|newest|recent|current|final|resume", re.IGNORECASE)
 
 
-def _counts_further(name: str, more: str) -> Finding:
-    return Finding(
+def _counts_further(name: str, more: str, chosen: int | float) -> Finding:
+    return explained(
         "root.further",
         name,
-        f"{name} counts {more}: it is further, and pick does not choose it, because its name has "
-        "no number",
+        f"{name} counts {more}, and the chosen step {chosen:,}: it is further, and pick does not "
+        "choose it, because its name has no number",
         expected="a name of a step",
         found=name,
-        next_command="ckptctl explain root.further",
     )
-
-
-def _of_steps(steps: int | float, trained_steps: int) -> str:
-    return f"{steps:,} steps, and the chosen step {trained_steps:,}"
 
 
 def _counts_more(
     store: Store, file: FileInfo, own: Mapping[str, int | float], trained_steps: int | None
-) -> str | None:
-    """What a file counts that is more than a step counts, in words; None where it is not further.
+) -> tuple[str, int | float] | None:
+    """What a file counts that is more than a step counts, and how much that counts; else None.
 
     Counts at the top are compared by their keys; a file that counts less of anything is older.
     """
@@ -626,11 +601,11 @@ def _counts_more(
         more = [key for key in shared if counts[key] > own[key]]
         if not more or any(counts[key] < own[key] for key in shared):
             return None
-        return f"{more[0]} {counts[more[0]]:,}, and the chosen step {own[more[0]]:,}"
+        return f"{more[0]} {counts[more[0]]:,}", own[more[0]]
     steps = steps_inside(store, file.path, file.size)
     if own or trained_steps is None or not steps or steps[-1] <= trained_steps:
         return None
-    return _of_steps(steps[-1], trained_steps)
+    return f"{steps[-1]:,} steps", trained_steps
 
 
 _MIN_STEPS = 2
@@ -658,7 +633,7 @@ def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
         return None
     ((lacking, present),) = kinds
     numbers = [number for number, _, _ in seen if number is not None]
-    return Finding(
+    return explained(
         "root.not-shared",
         "",
         f"{counted(len(numbers), 'step')} ({some_of(numbers)}) lack the files of the same "
@@ -667,7 +642,6 @@ def not_shared(inspections: Sequence[Inspection]) -> Finding | None:
         "nodes",
         expected="the files of all ranks on each node",
         found=f"those of {counted(len(present), 'rank')}",
-        next_command="ckptctl explain root.not-shared",
     )
 
 
@@ -677,7 +651,7 @@ def _ranks_of(inspection: Inspection) -> tuple[frozenset[int], frozenset[int]]:
     named: set[int] = set()
     for part in inspection.parts:
         names = part.ranges.file_names if part.metadata else ()
-        named.update(rank for name in names if (rank := shard_rank(name)) is not None)
+        named.update(rank for name in names if (rank := layouts.shard_rank(name)) is not None)
         named.update(range(max((one.n_ranks or 0 for one in part.part.grids), default=0)))
     # Without metadata nothing states the number of ranks, but the first is always 0.
     named.update(range(min(present, default=0)))
@@ -744,7 +718,7 @@ def pointed_steps(store: Store, listing: RootListing) -> Mapping[int, str]:
 def _numbers_in(contents: Mapping[str, str | None], listing: RootListing) -> Mapping[str, int]:
     names = {step.name: step.number for step in listing.steps}
     numbers = {
-        path: pointed_step(content, names, listing.pattern)
+        path: layouts.pointed_step(content, names, listing.pattern)
         for path, content in contents.items()
         if content
     }
@@ -775,7 +749,7 @@ def moved_aside(store: Store) -> tuple[StepName, ...]:
     found = []
     for entry in list_if_there(store, ASIDE_FOLDER):
         match = _ASIDE.fullmatch(base_name(entry.path))
-        named = step_name(match["name"]) if match and entry.kind == "dir" else None
+        named = layouts.step_name(match["name"]) if match and entry.kind == "dir" else None
         if named is not None:
             found.append(replace(named, name=entry.path))
     return tuple(found)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl import __version__
-from ckptctl.claims import ClaimName
 from ckptctl.errors import AccessDenied, AlreadyExists, OptionError, PathNotFound, UsageError
-from ckptctl.findings import Finding, Report, Severity, Verdict
+from ckptctl.findings import ClaimName, Finding, Report, Severity, Verdict
 from ckptctl.formats.digests import Algorithm, can_compute, checksumming
 from ckptctl.formats.frameworks.layouts import is_saved
 from ckptctl.formats.own.files import MAX_STRING, time_now
@@ -31,7 +30,7 @@ from ckptctl.formats.own.seals import (
     seal_digest,
 )
 from ckptctl.formatting import command_line, counted, inside
-from ckptctl.inspection.content import Asked
+from ckptctl.inspection.content import Asked, as_kept, best_of
 from ckptctl.inspection.inspecting import Inspection, inspection_failed
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.seals import (
@@ -42,16 +41,7 @@ from ckptctl.inspection.seals import (
     written_ms,
 )
 from ckptctl.inspection.stages import contradicted
-from ckptctl.inspection.store_checksums import as_kept, best_of
-from ckptctl.model import (
-    ExitCode,
-    FileInfo,
-    Level,
-    Message,
-    NextCommand,
-    StepNumber,
-    StepUrl,
-)
+from ckptctl.model import ExitCode, FileInfo, Level, Message, NextCommand, StepNumber, StepUrl
 from ckptctl.options import Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import DigestRun, Limits, OnProgress, Stretch, read_runs
 from ckptctl.selection.history import run_for_seal
@@ -60,9 +50,6 @@ from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.signatures import public_key_of
 from ckptctl.storage.contract import ShortRead, Store
 from ckptctl.storage.opening import join_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +81,6 @@ class Sealed:
     """The place of the seal in the order of the root's seals; 0 where the step was refused."""
     signer: str | None = None
     """The fingerprint of the key that signed the seal; null without a signature."""
-
-
-LEVEL = Level.CONTENT
-"""How deep a step is inspected before it is sealed."""
 
 
 def seal(
@@ -168,7 +151,7 @@ def seal_found(
     if had_one and not replace and adopt is None:
         raise _sealed_already(found)
     first, second = _halves(limits)
-    inspected = found.inspect(requirements, LEVEL, Asked(first, state_check=state_check))
+    inspected = found.inspect(requirements, Level.CONTENT, Asked(first, state_check=state_check))
     # What is not published yet was written by ckptctl, however long that took.
     report = _with_doubts(inspected.report) if root is None else inspected.report
     unproven = report.verdict is Verdict.UNVERIFIABLE

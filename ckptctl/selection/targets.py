@@ -26,14 +26,8 @@ from ckptctl.formats.archive.directory import (
     ZIP_MAGIC,
     is_before_archives,
 )
-from ckptctl.formats.frameworks.layouts import (
-    METADATA,
-    WEIGHTS_ALONE,
-    StepName,
-    is_flat_file,
-    shard_rank,
-    step_name,
-)
+from ckptctl.formats.frameworks import layouts
+from ckptctl.formats.frameworks.layouts import METADATA, WEIGHTS_ALONE, StepName
 from ckptctl.formats.frameworks.parts import is_archive, parts_of
 from ckptctl.formats.frameworks.ray_train import is_named_by_time
 from ckptctl.formatting import command_line, counted, path_word
@@ -284,7 +278,7 @@ def named_step(
     for another path; one more before the error states that there is none.
     """
     if target.name is not None:
-        named = step_name(target.name, pattern)
+        named = layouts.step_name(target.name, pattern)
         if named is None and is_named_by_time(target.name):
             steps = list_root(store, pattern).steps
             named = next((step for step in steps if step.name == target.name), None)
@@ -320,40 +314,33 @@ def check_no_lone_file(store: Store, named: StepName | str, files: Sequence[File
     found = next((one for one in store.list_dir("") if one.path == name), None)
     if found is None or found.kind != "file":
         return
-    if not is_flat_file(found) or (isinstance(named, str) and not is_archive(name)):
+    if not layouts.is_flat_file(found) or (isinstance(named, str) and not is_archive(name)):
         raise _lone_file(store, found)
 
 
 def _lone_file(store: Store, file: FileInfo) -> UsageError:
     url, name = join_url(store.url, file.path), file.path
     head = read_range(store, name, 0, min(LEGACY_HEAD, file.size))
-    what = f"{url} is a file, not a step"
-    if name == METADATA or shard_rank(name) is not None:
-        step = parent_url(url)
-        return UsageError(
-            f"{what}: it is part of {step}", next_command=command_line("verify", step)
-        )
     stem = name.rpartition(".")[0] or name
     convert = ("convert", url, join_url(parent_url(url), f"{stem}-dcp"))
-    if is_before_archives(head):
-        return UsageError(
-            f"{what}: it {NOT_AN_ARCHIVE}", next_command="ckptctl explain format.unsupported"
+    next_command = "ckptctl explain format.unsupported"
+    if name == METADATA or layouts.shard_rank(name) is not None:
+        step = parent_url(url)
+        why, next_command = f": it is part of {step}", command_line("verify", step)
+    elif is_before_archives(head):
+        why = f": it {NOT_AN_ARCHIVE}"
+    elif head.startswith(ZIP_MAGIC):
+        why = ": if it is a file of torch.save, `ckptctl convert` can turn it into a step"
+        next_command = command_line(*convert)
+    elif name.endswith(WEIGHTS_ALONE):
+        why = (
+            ": it is named as a safetensors file, which holds only weights; `ckptctl convert` can "
+            "turn it into a step"
         )
-    if head.startswith(ZIP_MAGIC):
-        return UsageError(
-            f"{what}: if it is a file of torch.save, `ckptctl convert` can turn it into a step",
-            next_command=command_line(*convert),
-        )
-    if name.endswith(WEIGHTS_ALONE):
-        return UsageError(
-            f"{what}: it is named as a safetensors file, which holds only weights; `ckptctl "
-            "convert` can turn it into a step",
-            next_command=command_line(*convert, "--accept-unverifiable"),
-        )
-    return UsageError(
-        f"{what}, and not a known checkpoint format",
-        next_command="ckptctl explain format.unsupported",
-    )
+        next_command = command_line(*convert, "--accept-unverifiable")
+    else:
+        why = ", and not a known checkpoint format"
+    return UsageError(f"{url} is a file, not a step{why}", next_command=next_command)
 
 
 @dataclass(frozen=True, slots=True)

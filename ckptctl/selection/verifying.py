@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, PathNotFound, StepDamaged, StorageError
@@ -21,7 +21,7 @@ from ckptctl.formats.frameworks.state_keys import StateMap, entry_kinds
 from ckptctl.formatting import command_line, inside
 from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.marks import check_marks_file
-from ckptctl.inspection.open_step import Neighbours, OpenPart, OpenStep
+from ckptctl.inspection.open_step import OpenPart, OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import (
     DTYPE_SIZES,
@@ -34,7 +34,6 @@ from ckptctl.model import (
     PartFormat,
     StepNumber,
     StepUrl,
-    TensorEntry,
     TrainState,
     WorldSize,
 )
@@ -62,8 +61,6 @@ from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, open_store
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from ckptctl.inspection.content import Asked
     from ckptctl.records.byte_pass import OnProgress, Stop
 
@@ -279,21 +276,18 @@ class OpenTarget(OpenStep):
         content: Asked | None = None,
         seal_bytes: SealBytes | None = None,
     ) -> Inspection:
-        """Inspect the step; see `inspect_step`."""
+        """Inspect the step, with those beside it if it has a number; see `inspect_step`."""
+        neighbours = None
+        if not isinstance(self.named, str):
+            neighbours = neighbours_of(lambda: self.root_listing.steps, self.named.number)
         return inspect_step(
             self,
             requirements,
             level=level,
             content=content,
-            neighbours=self._neighbours(),
+            neighbours=neighbours,
             seal_bytes=seal_bytes,
         )
-
-    def _neighbours(self) -> Neighbours | None:
-        """The steps beside it; None for a folder without a number. Cost: a listing for each use."""
-        if isinstance(self.named, str):
-            return None
-        return neighbours_of(lambda: self.root_listing.steps, self.named.number)
 
     @cached_property
     def root_listing(self) -> RootListing:
@@ -408,14 +402,9 @@ def _tensors(part: OpenPart, mapped: StateMap) -> Iterator[TensorRow]:
         for fqn, entry in metadata.tensors.items():
             if fqn not in seen:
                 seen.add(fqn)
-                yield TensorRow(
-                    fqn,
-                    entry.dtype,
-                    entry.shape,
-                    len(entry.chunks),
-                    _n_bytes(entry),
-                    kinds[fqn].names[0],
-                )
+                n_bytes = prod(entry.shape) * DTYPE_SIZES.get(entry.dtype, 1)
+                kind, n_chunks = kinds[fqn].names[0], len(entry.chunks)
+                yield TensorRow(fqn, entry.dtype, entry.shape, n_chunks, n_bytes, kind)
 
 
 def _n_params(tensors: Sequence[TensorRow]) -> int | None:
@@ -433,12 +422,9 @@ def _n_params(tensors: Sequence[TensorRow]) -> int | None:
     return sum(map(prod, shapes.values()))
 
 
-def _n_bytes(entry: TensorEntry) -> int:
-    return prod(entry.shape) * DTYPE_SIZES.get(entry.dtype, 1)
-
-
 def _shards(part: OpenPart) -> Iterator[ShardRow]:
-    records = part.records_by_file
+    names, by_file = part.ranges.file_names, part.ranges.by_file
+    records = {name: len(numbers) for name, numbers in zip(names, by_file, strict=True)}
     for file in part.part.files:
         path = inside(part.part.path, file.path)
         if file.path in records or file.path.endswith((".distcp", ".safetensors")):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Unpack
 
 from ckptctl import __version__
 from ckptctl.errors import AccessDenied, OwnFileUnreadable, PathNotFound, StorageError
@@ -30,7 +30,7 @@ from ckptctl.formats.own.files import as_stored, read_back
 from ckptctl.formatting import command_line, duration, rfc3339, seconds_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import ExitCode, Level, NextCommand
-from ckptctl.options import PickPolicy, Requirements, StorageOptions, options_from
+from ckptctl.options import PickPolicy, Requirements, StepKeywords, StorageOptions, options_from
 from ckptctl.records.byte_pass import Limits, ReadThrottle
 from ckptctl.selection.candidates import CachingInspector, Candidate, candidates_of
 from ckptctl.selection.choosing import refusal, why_not
@@ -40,12 +40,6 @@ from ckptctl.selection.sealing import seal_found
 from ckptctl.selection.targets import OpenRoot, SeenRoots, check_is_folder, open_roots, roots_in
 from ckptctl.selection.verifying import OpenTarget
 from ckptctl.storage.contract import Store, TooLarge, storage_time_s
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ckptctl.options import StepKeywords
-
 
 ALARM_AFTER = 3.0
 """After how many save intervals without a newer proven step the alarm is raised by default.
@@ -294,7 +288,8 @@ class _WatchedRoot:
                     # Kept before it is reported: an event is never repeated.
                     seen[name] = {**step, "verdict": found.verdict}
                     _write_state(root.store, [*seen.values(), *_later(before, seen)])
-                    yield from found.events
+                    if found.event is not None:
+                        yield found.event
 
     def _overdue(self, root: OpenRoot, seen: Mapping[str, WatchedStep]) -> Iterator[Watched]:
         """The alarm, once, where no newer step is proven for several save intervals."""
@@ -356,12 +351,10 @@ class _WatchedRoot:
     ) -> _StepResult:
         """Verify and seal a step."""
         report = inspector(candidate, Level.STRUCTURE)
-        if report.verdict in _RUNNING:
-            return _StepResult(None)
         if report.is_excluded:
             return _StepResult(report.verdict.value)
-        if report.verdict is Verdict.UNKNOWN:
-            return _StepResult(None, self._event(Event.NO_ANSWER, report))
+        if report.verdict in (*_RUNNING, Verdict.UNKNOWN):
+            return self._not_inspected(report)
         over = why_not(report, older, inspector, self._policy)
         if over is not None:
             return self._refused(report, over.reason)
@@ -381,16 +374,15 @@ class _WatchedRoot:
             warned = [one for one in sealed.report.findings if one.code in _OF_OPTIMIZER]
             message = "; ".join([sealed.message, *(one.message for one in warned)])
             return _StepResult("sealed", self._event(Event.SEALED, sealed.report, message))
-        return self._unsealed(sealed.report)
-
-    def _unsealed(self, report: Report) -> _StepResult:
-        """What follows from the report of a step that was not sealed."""
-        if report.verdict in _RUNNING:
-            return _StepResult(None)
-        if report.verdict is Verdict.UNKNOWN:
-            return _StepResult(None, self._event(Event.NO_ANSWER, report))
+        report = sealed.report
+        if report.verdict in (*_RUNNING, Verdict.UNKNOWN):
+            return self._not_inspected(report)
         over = refusal(report, self._policy)
         return self._refused(report, over.reason if over is not None else report.verdict.value)
+
+    def _not_inspected(self, report: Report) -> _StepResult:
+        is_unknown = report.verdict is Verdict.UNKNOWN
+        return _StepResult(None, self._event(Event.NO_ANSWER, report) if is_unknown else None)
 
     def _refused(self, report: Report, reason: str) -> _StepResult:
         unproven = report.verdict is Verdict.UNVERIFIABLE
@@ -411,12 +403,11 @@ class _WatchedRoot:
         )
 
 
-class _StepResult:
+class _StepResult(NamedTuple):
     """What became of a step; a `verdict` of None means that it is read again later."""
 
-    def __init__(self, verdict: str | None, *events: Watched) -> None:
-        self.verdict = verdict
-        self.events = events
+    verdict: str | None
+    event: Watched | None = None
 
 
 def _of_root(

@@ -21,7 +21,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import Requirements
 from ckptctl.selection.branches import put_resume
-from ckptctl.selection.fencing import Token, check_token
+from ckptctl.selection.history import Token, check_token
 from ckptctl.selection.marking import Save, check_inspected, new_mark, put_mark
 from ckptctl.selection.roots import ASIDE_FOLDER, list_root
 from ckptctl.storage.contract import Store, StoreKind

@@ -34,7 +34,7 @@ from ckptctl.options import (
     options_from,
 )
 from ckptctl.selection.branches import read_resumes
-from ckptctl.selection.fencing import check_token
+from ckptctl.selection.history import check_token
 from ckptctl.selection.retention import NotCounted, RetentionPlan, Rules, remove_step
 from ckptctl.selection.roots import list_all, list_root
 from ckptctl.selection.targets import OpenRoot, roots_in

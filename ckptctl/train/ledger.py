@@ -40,8 +40,7 @@ from ckptctl.formats.own.marks import MARKS_FOLDER, MarkKind
 from ckptctl.formats.own.seals import Origin
 from ckptctl.formatting import counted, duration
 from ckptctl.redaction import redacted, redacted_values
-from ckptctl.selection.fencing import Token
-from ckptctl.selection.history import read_attempts
+from ckptctl.selection.history import Token, read_attempts
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import base_name, join_url

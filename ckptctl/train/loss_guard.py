@@ -19,7 +19,7 @@ from ckptctl.errors import CkptctlError, StorageUnavailable, UsageError
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formatting import and_more, command_line, counted
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
-from ckptctl.selection.fencing import check_token, held_token
+from ckptctl.selection.history import check_token, held_token
 from ckptctl.selection.marking import mark
 from ckptctl.selection.roots import list_root
 from ckptctl.storage.opening import join_url, open_store

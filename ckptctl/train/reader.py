@@ -38,7 +38,6 @@ from ckptctl.formats.pickles.values import TensorStub
 from ckptctl.formatting import command_line
 from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.open_step import OpenPart, OpenStep
-from ckptctl.inspection.part_files import read_metadata
 from ckptctl.inspection.presence import (
     check_presence,
     check_sizes,
@@ -618,7 +617,7 @@ def read_step_metadata(opened: OpenStep) -> Metadata | RankLocal:
             )
             raise StepDamaged(opened.url, Finding("format.unsupported", "", message)) from error
         by_rank: dict[int, Metadata] = {}
-        for found in read_metadata(OpenPart(opened, Part("", PartFormat.DCP, tuple(files)))):
+        for found in OpenPart(opened, Part("", PartFormat.DCP, tuple(files))).decoded:
             if isinstance(found, Metadata) and found.rank is not None:
                 by_rank[found.rank] = found
             elif isinstance(found, Finding) and found.severity is Severity.FAULT:

@@ -29,8 +29,7 @@ from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, StepName, compile_pattern
 from ckptctl.formatting import command_line, counted
 from ckptctl.inspection.inspecting import inspect_step, train_step
-from ckptctl.inspection.open_step import OpenStep
-from ckptctl.inspection.part_files import MAX_METADATA_BYTES
+from ckptctl.inspection.open_step import MAX_METADATA_BYTES, OpenStep
 from ckptctl.inspection.stages import SealBytes
 from ckptctl.model import Level
 from ckptctl.options import (

@@ -25,8 +25,7 @@ from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Metadata
 from ckptctl.redaction import redacted
 from ckptctl.selection.choosing import NoStepReason, PassedOver
-from ckptctl.selection.fencing import Token, check_token, take_token
-from ckptctl.selection.history import begin_run
+from ckptctl.selection.history import Token, begin_run, check_token, take_token
 from ckptctl.selection.picking import Pick
 from ckptctl.train.abandoning import Branch, HeldRoot, abandoned_branches, supersede_all
 from ckptctl.train.differences import (

@@ -43,15 +43,14 @@ from ckptctl.formats.own.files import time_now
 from ckptctl.formats.own.marks import MarkKind
 from ckptctl.formats.own.seals import SEAL, Seal, SealedFile
 from ckptctl.formatting import command_line
+from ckptctl.inspection.content import as_kept, best_of
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep, list_step
 from ckptctl.inspection.seals import written_ms
-from ckptctl.inspection.store_checksums import as_kept, best_of
 from ckptctl.model import FileInfo, Level
 from ckptctl.options import Requirements, TrainOptions
 from ckptctl.records.byte_pass import Limits
-from ckptctl.selection.fencing import check_token
-from ckptctl.selection.history import check_sentinel
+from ckptctl.selection.history import check_sentinel, check_token
 from ckptctl.selection.retention import abandoned_uploads, remove_step
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.sealing import bound, digested, digests_for, identity_of, is_sealed

@@ -17,7 +17,6 @@ LAYERS = {
     "errors": 0,
     "model": 0,
     "options": 0,
-    "claims": 0,
     "findings": 0,
     "formatting": 0,
     "outside_numbers": 0,

@@ -130,7 +130,7 @@ def marks_in_a_file(root: Path, data: bytes) -> None:
 
 
 def fence(root: Path, data: bytes) -> None:
-    from ckptctl.selection.fencing import holder
+    from ckptctl.selection.history import holder
 
     put(root / ".ckptctl" / "fence" / "0000000007.json", data)
     with open_store(str(root)) as store:

@@ -7,7 +7,7 @@ import pytest
 from ckptctl.findings import ByStore, Finding
 from ckptctl.formats.digests import Digests
 from ckptctl.formats.own.seals import SealedFile, Stored
-from ckptctl.inspection.store_checksums import check_stored
+from ckptctl.inspection.content import check_stored
 from ckptctl.model import Checksum, Kept
 
 URL = "s3://runs/a/step_5"

@@ -108,7 +108,7 @@ def some_tensor(step: Step) -> str:
 def test_a_sound_step_draws_no_finding(step):
     structure = look(step.folder, step.metadata)
     assert structure.findings == ()
-    assert structure.values == ()
+    assert structure.values == []
     assert structure.n_records == len(Ranges([step.metadata]))
 
 
@@ -472,7 +472,7 @@ def test_values_of_records_with_wrong_checksums_are_not_handed_out(step):
     assert place is not None
     step.flip(fqn, place.start)
     structure = look(step.folder, step.metadata, wanted=lambda name: name == fqn)
-    assert structure.values == ()
+    assert structure.values == []
     assert [f.code for f in structure.findings] == ["record.crc"]
 
 
@@ -546,7 +546,7 @@ def test_a_pickle_too_long_for_a_step_number_is_not_handed_out(tmp_path):
     members = [Made("data.pkl", b"x" * 70_000), Made("version", b"3\n")]
     (at,) = put(tmp_path, archive(members))
     structure = look(tmp_path, metadata(BytesEntry("loader", at)), wanted=lambda _: True)
-    assert structure.values == ()
+    assert structure.values == []
 
 
 def test_many_damaged_files_are_told_one_by_one_and_then_in_sum(tmp_path):

@@ -11,7 +11,7 @@ from made_saves import optimizer, torch, weights, write
 
 import ckptctl
 from ckptctl import Level
-from ckptctl.claims import ClaimName
+from ckptctl.findings import ClaimName
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 

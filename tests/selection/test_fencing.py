@@ -8,7 +8,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import Fenced, UsageError
-from ckptctl.selection.fencing import Token, check_token, holder, take_token
+from ckptctl.selection.history import Token, check_token, holder, take_token
 from ckptctl.storage.opening import open_store
 from ckptctl.train.ledger import new_attempt
 

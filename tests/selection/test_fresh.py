@@ -22,8 +22,7 @@ from ckptctl.findings import Verdict
 from ckptctl.formats.frameworks.file_names import MAX_TEXT_BYTES
 from ckptctl.selection import empty_roots, targets
 from ckptctl.selection.choosing import NoStepReason
-from ckptctl.selection.fencing import take_token
-from ckptctl.selection.history import put_sentinel, read_history, record_usable
+from ckptctl.selection.history import put_sentinel, read_history, record_usable, take_token
 from ckptctl.storage.contract import StoreKind
 from ckptctl.storage.opening import open_store
 

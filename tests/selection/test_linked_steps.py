@@ -11,9 +11,8 @@ import pytest
 from made_roots import make_templates, put_step, script
 
 import ckptctl
-from ckptctl.claims import ClaimName, ClaimState
 from ckptctl.errors import LinkNotFollowed, NothingToResume, StorageError, UsageError
-from ckptctl.findings import Verdict
+from ckptctl.findings import ClaimName, ClaimState, Verdict
 from ckptctl.selection.choosing import Answer
 from ckptctl.storage.contract import Span
 from ckptctl.storage.opening import open_store

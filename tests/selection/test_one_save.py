@@ -13,7 +13,7 @@ from made_saves import optimizer, torch, weights, write
 
 import ckptctl
 from ckptctl import Report, Severity, Verdict
-from ckptctl.claims import ClaimName, ClaimState
+from ckptctl.findings import ClaimName, ClaimState
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 

@@ -20,7 +20,7 @@ from command_line import run_ckptctl
 
 import ckptctl
 from ckptctl import Severity
-from ckptctl.claims import ClaimName
+from ckptctl.findings import ClaimName
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

@@ -375,7 +375,7 @@ def test_steps_that_nobody_could_be_asked_about_stay_and_do_not_count(
 
 
 def test_the_steps_that_attempts_resumed_from_stay_also_where_a_clock_is_behind(put, root):
-    from ckptctl.selection.fencing import take_token
+    from ckptctl.selection.history import take_token
 
     put(100, 200, 300)
     attempts = root / ".ckptctl" / "attempts"
@@ -550,7 +550,7 @@ def test_only_the_steps_that_decide_are_looked_at_deeply(templates, root, monkey
 
 @pytest.mark.server
 def test_uploads_of_attempts_that_are_over_are_aborted_and_those_of_the_holder_are_not(s3_ceph):
-    from ckptctl.selection.fencing import take_token
+    from ckptctl.selection.history import take_token
     from ckptctl.selection.retention import abandoned_uploads
     from ckptctl.storage.opening import open_store
 

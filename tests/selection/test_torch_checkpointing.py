@@ -11,8 +11,7 @@ from command_line import run_ckptctl, run_program
 from every_case import all_cases
 
 import ckptctl
-from ckptctl.claims import ClaimName
-from ckptctl.findings import Severity
+from ckptctl.findings import ClaimName, Severity
 
 pytest.importorskip("torch_checkpointing", reason="needs torch 2.11 or newer and its package")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

@@ -156,7 +156,7 @@ WRITERS = {
         act = opened(lambda store: record_usable(store, 500))
     """,
     "fence": """
-        from ckptctl.selection.fencing import take_token
+        from ckptctl.selection.history import take_token
         act = opened(lambda store: take_token(store, lambda _: "20261122T031011.000000Z-0123abcd"))
     """,
     "ledger": """

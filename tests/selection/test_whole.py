@@ -16,9 +16,8 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level
-from ckptctl.claims import ClaimName, ClaimState
 from ckptctl.errors import StorageUnavailable
-from ckptctl.findings import Severity
+from ckptctl.findings import ClaimName, ClaimState, Severity
 from ckptctl.formats.families import families_of
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step

@@ -15,7 +15,7 @@ from selection.test_whole import SCHEMES, names_of, save_step
 
 import ckptctl
 from ckptctl import Report, Severity, Verdict
-from ckptctl.claims import ClaimName
+from ckptctl.findings import ClaimName
 
 numpy = pytest.importorskip("numpy")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

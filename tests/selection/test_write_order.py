@@ -16,9 +16,9 @@ from command_line import run_ckptctl, validated
 from made_roots import make_templates, put_step, script
 
 import ckptctl
-from ckptctl.claims import Claim, ClaimName, ClaimState
 from ckptctl.cli.pictures import CLAIM_MARKS
 from ckptctl.errors import NothingToResume
+from ckptctl.findings import Claim, ClaimName, ClaimState
 from ckptctl.inspection.one_save import SaveTimes
 from ckptctl.selection.branches import BranchState, to_compare, write_order
 from ckptctl.selection.choosing import Answer

@@ -11,7 +11,7 @@ from storage.faulty import FaultyStore
 
 import ckptctl
 from ckptctl import Level, Report, Severity, Verdict
-from ckptctl.claims import ClaimName, ClaimState
+from ckptctl.findings import ClaimName, ClaimState
 from ckptctl.formats.frameworks.layouts import step_name
 from ckptctl.inspection.inspecting import inspect_step
 from ckptctl.inspection.open_step import OpenStep

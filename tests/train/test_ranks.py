@@ -165,12 +165,12 @@ def test_a_step_that_is_deleted_under_all_ranks_is_passed_over(folder, tmp_path)
 def test_an_orphan_of_several_ranks_ends_alike_on_all_of_them(folder, tmp_path):
     hook = tmp_path / "hook.py"
     hook.write_text(
-        "from ckptctl.selection import fencing\n"
+        "from ckptctl.selection import history\n"
         "from ckptctl.train import saving\n"
         "real, asked = saving.check_token, []\n"
         "def taken_over(store, token):\n"
         "    asked.append(1)\n"
-        "    if len(asked) == 2: fencing.take_token(store, lambda before: 'another')\n"
+        "    if len(asked) == 2: history.take_token(store, lambda before: 'another')\n"
         "    real(store, token)\n"
         "saving.check_token = taken_over\n"
     )

@@ -25,7 +25,7 @@ import ckptctl  # noqa: E402
 from ckptctl.errors import CkptctlError, Fenced, ModelDiffers, StateRefused  # noqa: E402
 from ckptctl.findings import Verdict  # noqa: E402
 from ckptctl.formats.own.ledger import StartedLine  # noqa: E402
-from ckptctl.selection.fencing import check_token, take_token  # noqa: E402
+from ckptctl.selection.history import check_token, take_token  # noqa: E402
 from ckptctl.storage.opening import open_store  # noqa: E402
 from ckptctl.train import LossGuard, abandoning, resuming  # noqa: E402
 from ckptctl.train.ledger import Ledger, new_attempt  # noqa: E402
