@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from ckptctl.goodput.data_use import data_use as data_use
     from ckptctl.goodput.estimating import RecoveryCost as RecoveryCost
     from ckptctl.goodput.estimating import recovery_cost as recovery_cost
+    from ckptctl.goodput.history import Goodput as Goodput
+    from ckptctl.goodput.history import PastAttempt as PastAttempt
     from ckptctl.goodput.history import RunHistory as RunHistory
     from ckptctl.goodput.history import run_history as run_history
-    from ckptctl.goodput.timeline import Goodput as Goodput
-    from ckptctl.goodput.timeline import PastAttempt as PastAttempt
     from ckptctl.loss.checking import LossReport as LossReport
     from ckptctl.loss.checking import check_loss as check_loss
     from ckptctl.loss.verdict import LossVerdict as LossVerdict
@@ -96,8 +96,7 @@ _HOMES = {
     "ckptctl.diagnostics.advice": "Advice Diagnosis",
     "ckptctl.goodput.estimating": "RecoveryCost recovery_cost",
     "ckptctl.goodput.data_use": "DataUse data_use",
-    "ckptctl.goodput.history": "RunHistory run_history",
-    "ckptctl.goodput.timeline": "Goodput PastAttempt",
+    "ckptctl.goodput.history": "Goodput PastAttempt RunHistory run_history",
     "ckptctl.errors": (
         "AccessDenied CkptctlError MissingExtra NothingToResume PathNotFound StorageError "
         "StorageUnavailable UsageError"

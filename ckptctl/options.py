@@ -247,10 +247,7 @@ class Requirements:
             common=False,
         ),
     ] = None
-    pattern: Annotated[
-        str | None,
-        PATTERN,
-    ] = None
+    pattern: Annotated[str | None, PATTERN] = None
     grace_s: Annotated[
         float,
         Parameter(
@@ -324,10 +321,7 @@ class Requirements:
             common=False,
         ),
     ] = False
-    marks: Annotated[
-        str | None,
-        MARKS,
-    ] = None
+    marks: Annotated[str | None, MARKS] = None
     allow_globals: Annotated[
         Collection[str],
         Parameter(
@@ -474,10 +468,7 @@ class PickPolicy:
     storage of a step, and `content` where a seal is required.
     """
 
-    level: Annotated[
-        Level | None,
-        LEVEL,
-    ] = None
+    level: Annotated[Level | None, LEVEL] = None
     allow_missing_state: Annotated[
         bool,
         Parameter(
@@ -509,10 +500,7 @@ class PickPolicy:
             common=False,
         ),
     ] = 2
-    ignore: Annotated[
-        Collection[str],
-        IGNORE,
-    ] = ()
+    ignore: Annotated[Collection[str], IGNORE] = ()
     prefer: Annotated[
         Preference,
         Parameter(

@@ -357,7 +357,6 @@ def _for_shell(words: Sequence[str]) -> Iterator[str]:
 
 
 def _value(option: str, value: str) -> str:
-    """The value of an option, or an argument where `option` is empty, for a shell."""
     key, equals, text = value.partition("=")
     name = option.strip("-") or ("ADDRESS" if "://" in value else "VALUE")
     if option == "--storage-option" and equals:
@@ -384,7 +383,6 @@ def _reference(name: str) -> str:
 
 
 def _options_in(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each value on a command line, with its option; empty for an argument."""
     option = ""
     for word in argv:
         if word.startswith("--"):

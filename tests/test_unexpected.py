@@ -8,12 +8,12 @@ import tempfile
 import pytest
 
 import ckptctl
-from ckptctl.cli.metrics import Sample, metrics_text
+from ckptctl.cli.monitoring import Sample, metrics_text
 from ckptctl.errors import Unknown, guarded
 from ckptctl.failures import matching
 from ckptctl.failures.rules import RULES
 from ckptctl.supervisor.attempts import Logs
-from ckptctl.supervisor.child import JobLog
+from ckptctl.supervisor.processes import JobLog
 
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 SOUND = f"Nov 26 12:00:00 node017 kernel: {XID}\n"

@@ -36,23 +36,22 @@ _PATIENT_S = 120
 _READER_LEFT = 128 + signal.SIGPIPE
 
 
+@without_secrets()
 def run(argv: Sequence[str]) -> int:
     """Run one command line, print its answer, and give its exit code.
 
     Without arguments it prints the help, but a job script that lost its arguments
     must not take that for an answer: 2.
     """
-    with without_secrets():
-        return _run(argv)
-
-
-def _run(argv: Sequence[str]) -> int:
     if _COMPLETION in os.environ:
         return _complete(argv)
     command = _command(argv)
     out = Output(command, as_json=_asked(argv, "--json", "CKPTCTL_JSON"))
     try:
-        _hide_secrets(argv, command)
+        hide_arguments(argv, lambda option: sets_option(option, command))
+        # A job inherits the variables of other commands.
+        commands = (command, None)
+        hide_environment(os.environ, lambda name: any(sets_option(name, one) for one in commands))
         exit_code = _answer([*argv] or ["--help"], out)
         out.flush()
     except BrokenPipeError:
@@ -60,15 +59,6 @@ def _run(argv: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001 - the one place that answers for all of them
         return _failed(error, argv, out)
     return exit_code if argv else _USAGE
-
-
-def _hide_secrets(argv: Sequence[str], command: str | None) -> None:
-    """Hide what this process received, in every text that it writes from now on."""
-    hide_arguments(argv, lambda option: sets_option(option, command))
-    # A job inherits the variables of other commands.
-    hide_environment(
-        os.environ, lambda name: any(sets_option(name, one) for one in (command, None))
-    )
 
 
 def _answer(argv: list[str], out: Output) -> int:
@@ -104,7 +94,6 @@ def _command(argv: Sequence[str]) -> str | None:
 
 
 def _asked(argv: Sequence[str], option: str, variable: str) -> bool:
-    """Whether a flag is set, for when the command line could not be parsed."""
     value = os.environ.get(variable, "").lower()
     own = argv[: argv.index("--")] if "--" in argv else argv  # behind it, another's command line
     return option in own or value in ("1", "true", "t", "yes", "y", "on")
@@ -209,7 +198,6 @@ def _same(argv: Sequence[str], option: str = "") -> str:
 
 
 def _without(words: Sequence[str], name: str) -> list[str]:
-    """Words of a command line without an option and its value."""
     kept, is_value = [], False
     for word in words:
         if not is_value and word.partition("=")[0] != name:
@@ -219,8 +207,6 @@ def _without(words: Sequence[str], name: str) -> list[str]:
 
 
 class _EndedBySignal(CkptctlError, code="ended"):
-    """A signal ended the command."""
-
     def __init__(self, exit_code: int, next_command: str | None) -> None:
         name = signal.Signals(exit_code - 128).name
         message = f"ended by {name}; no file was left half written"

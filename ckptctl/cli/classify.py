@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Literal, TypeVar
 
 import ckptctl
 from ckptctl.cli.output import Output, document_of
@@ -128,6 +128,7 @@ _STYLES: dict[Domain, Style] = {
     Domain.NONE: "good",
 }
 _FEW = 4
+Item = TypeVar("Item")
 
 
 def classification_lines(answer: Classification) -> list[Line]:
@@ -145,7 +146,7 @@ def classification_lines(answer: Classification) -> list[Line]:
         *section(_listed("training continued after", answer.survived)),
         *section(_stalled(answer)),
         *_suspected(answer.suspects),
-        *_set_aside(answer),
+        *_first(answer.set_aside, _set_aside),
         line("do: ", StyledText(answer.action.value, "strong"), f". {answer.advice}", hang=4),
         line(f"restart: {_RESTART[answer.restart.value]}", hang=4),
         line(_read(answer)),
@@ -155,37 +156,37 @@ def classification_lines(answer: Classification) -> list[Line]:
 
 
 def _read(answer: Classification) -> str:
-    dumps = f" and {counted(answer.n_dumps, 'dump')}" if answer.n_dumps else ""
+    dumps = counted(answer.n_dumps, "dump") if answer.n_dumps else ""
     if not answer.n_files:
-        return f"no log was read{f', only {dumps[5:]}' if dumps else ''}"
-    end = (
-        "; the deadline was reached, and the rest was not read: the answer rests on what was read"
-        if answer.deadline_reached
-        else ""
-    )
-    return (
-        f"read {counted(answer.n_lines, 'line')} from {counted(answer.n_files, 'log')}{dumps}{end}"
-    )
+        return f"no log was read{f', only {dumps}' if dumps else ''}"
+    text = f"read {counted(answer.n_lines, 'line')} from {counted(answer.n_files, 'log')}"
+    text += f" and {dumps}" if dumps else ""
+    if answer.deadline_reached:
+        text += "; the deadline was reached, and the rest was not read: the answer rests on what "
+        text += "was read"
+    return text
+
+
+def _first(items: Sequence[Item], shown: Callable[[Item], Iterable[Line]]) -> Iterator[Line]:
+    """The lines of the first few, and how many more there are."""
+    for item in items[:_FEW]:
+        yield from shown(item)
+    if len(items) > _FEW:
+        yield line(f"  and {len(items) - _FEW:,} more (--json has them)")
 
 
 def _stalled(answer: Classification) -> Iterator[Line]:
     if answer.collectives:
         yield line("collectives that did not complete:")
-    for collective in answer.collectives[:_FEW]:
-        yield line(f"  {described(collective)}", hang=4)
-    if len(answer.collectives) > _FEW:
-        yield line(f"  and {len(answer.collectives) - _FEW:,} more (--json has them)")
+    yield from _first(answer.collectives, lambda one: [line(f"  {described(one)}", hang=4)])
     if answer.ranks_without_dump:
         yield line(f"  ranks without a dump: {ranges_of(answer.ranks_without_dump)}", hang=4)
     for message in answer.not_dumps[:_FEW]:
         yield line(f"  {message}", hang=4)
 
 
-def _set_aside(answer: Classification) -> Iterator[Line]:
-    for reason in answer.set_aside[:_FEW]:
-        yield line("set aside: ", StyledText(reason, "warn"), hang=4)
-    if len(answer.set_aside) > _FEW:
-        yield line(f"  and {len(answer.set_aside) - _FEW:,} more (--json has them)")
+def _set_aside(reason: str) -> list[Line]:
+    return [line("set aside: ", StyledText(reason, "warn"), hang=4)]
 
 
 _RESTART = {
@@ -208,30 +209,15 @@ def _suspected(suspects: Sequence[Suspect]) -> Iterator[Line]:
 def _listed(title: str, evidence: Sequence[Evidence]) -> Iterator[Line]:
     if title and evidence:
         yield line(f"{title}:")
-    for evidence_line in evidence[:_FEW]:
-        yield from _shown(evidence_line)
-    if len(evidence) > _FEW:
-        yield line(f"  and {len(evidence) - _FEW:,} more (--json has them)")
+    yield from _first(evidence, _shown)
 
 
-def _shown(evidence_line: Evidence) -> Iterator[Line]:
-    style: Style = (
-        "bad"
-        if evidence_line.role in (Role.CAUSE, Role.ROOT) and not evidence_line.survived
-        else ""
-    )
-    times = f" ({evidence_line.count:,} times)" if evidence_line.count > 1 else ""
-    place = (
-        f"{evidence_line.file}:{evidence_line.line}"
-        if evidence_line.line
-        else f"{evidence_line.file} {evidence_line.text}"
-    )
-    yield line(
-        "  ",
-        padded(evidence_line.role.value, 7, style),
-        f"  {evidence_line.description}{times}",
-        hang=11,
-    )
-    yield line("           ", StyledText(place, "name"), solid=True)
-    if evidence_line.line:
-        yield line(f"           {evidence_line.text}", hang=13)
+def _shown(evidence: Evidence) -> Iterator[Line]:
+    is_cause = evidence.role in (Role.CAUSE, Role.ROOT) and not evidence.survived
+    role = padded(evidence.role.value, 7, "bad" if is_cause else "")
+    times = f" ({evidence.count:,} times)" if evidence.count > 1 else ""
+    yield line("  ", role, f"  {evidence.description}{times}", hang=11)
+    at = f":{evidence.line}" if evidence.line else f" {evidence.text}"
+    yield line("           ", StyledText(f"{evidence.file}{at}", "name"), solid=True)
+    if evidence.line:
+        yield line(f"           {evidence.text}", hang=13)

@@ -95,8 +95,15 @@ SUMMARIES: Mapping[str, Mapping[str, str]] = {
 
 COMMANDS = tuple(name for summaries in SUMMARIES.values() for name in summaries)
 
-# A command is a function of its name in the module of its name, but for these.
-_MODULES = dict.fromkeys(("reject", "accept", "confirm", "pin"), "marks")
+# A command is a function of its name in the module of its name, but for these: the `EXAMPLES` and
+# `EXIT_CODES` of a module with several commands are by command.
+_MODULES = {
+    **dict.fromkeys(("seal", "reject", "accept", "confirm", "pin", "prune"), "marks"),
+    **dict.fromkeys(("reshard", "convert", "diff"), "resharding"),
+    **dict.fromkeys(("history", "cost", "data"), "goodput"),
+    **dict.fromkeys(("drill", "rerun"), "drill"),
+    **dict.fromkeys(("run", "watch"), "run"),
+}
 
 
 class Command(NamedTuple):
@@ -110,8 +117,10 @@ class Command(NamedTuple):
 def load(name: str) -> Command:
     """The command called `name`, one of `COMMANDS`."""
     module = import_module(f"ckptctl.cli.{_MODULES.get(name, name)}")
-    examples = module.EXAMPLES[name] if name in _MODULES else module.EXAMPLES
-    return Command(getattr(module, name), examples, module.EXIT_CODES)
+    examples, exit_codes = module.EXAMPLES, module.EXIT_CODES
+    if name in _MODULES:
+        examples, exit_codes = examples[name], exit_codes[name]
+    return Command(getattr(module, name), examples, exit_codes)
 
 
 # The command line
@@ -262,14 +271,22 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         try:
             return answer_of(context, given)
         except OptionError as error:
-            _blame_source(error, context)
+            command: Any = context.command
+            for option in command.params:
+                if error.option in option.opts and (name := source_of(context, option)):
+                    error.blame(name)  # the variable or the key that has set the option
             raise
 
     def answer_of(context: typer.Context, given: dict[str, Any]) -> int:
         out: Output = context.obj
         for parameter in _HELP:
             del given[parameter.name]
-        given |= {name: _as_words(given[name]) for name in paths}
+        for name in paths:  # no later command takes them for options
+            value = given[name]
+            if isinstance(value, list):
+                given[name] = [*map(path_word, value)]
+            elif isinstance(value, str):
+                given[name] = path_word(value)
         keep(*(str(path) for name in paths if given[name] for path in _several(given[name])))
         timeout_s = given.get("timeout") or TIMEOUT_S
         if not math.isfinite(timeout_s):
@@ -319,14 +336,6 @@ def _for_typer(function: Callable[..., int]) -> Callable[..., int]:
         for option, heading in options
     ]
     return _with_signature(run, [*declared, _CONFIG] if is_configured else declared)
-
-
-def _blame_source(error: OptionError, context: typer.Context) -> None:
-    """Have the error name the variable or the key that has set the option, if one has."""
-    command: Any = context.command
-    for option in command.params:
-        if error.option in option.opts and (name := source_of(context, option)) is not None:
-            error.blame(name)
 
 
 def source_of(context: typer.Context, option: Any) -> str | None:
@@ -405,8 +414,7 @@ _CONFIG = _declared(
         "--config",
         metavar="FILE",
         help="Read settings from FILE, TOML with a key for each option; by default from the first "
-        "ckptctl.toml, or pyproject.toml with [tool.ckptctl], in the current folder or above it. "
-        "none: from no file.",
+        "ckptctl.toml in the current folder or above it. none: from no file.",
         envvar="CKPTCTL_CONFIG",
         show_envvar=False,
         callback=_read_settings,
@@ -440,7 +448,6 @@ def _taken(function: Callable[..., int]) -> tuple[dict[str, Option], _Objects]:
 
 
 def _options(own: Mapping[str, Option], objects: _Objects) -> list[tuple[Option, str | None]]:
-    """All parameters of a command on the command line, each with its heading of help."""
     options: list[tuple[Option, str | None]] = [(option, None) for option in own.values()]
     for kind, offered in (*objects.values(), (AnswerOptions, options_of(AnswerOptions))):
         # A command may have its own words for one of them.
@@ -511,13 +518,6 @@ def _number(kind: type[int] | type[float], least: float | None) -> Callable[[Any
     return number
 
 
-def _as_words(paths: Any) -> Any:
-    """The value of a parameter whose paths no later command takes for an option."""
-    if isinstance(paths, list):
-        return [*map(path_word, paths)]
-    return path_word(paths) if isinstance(paths, str) else paths
-
-
 def _several(value: object) -> Sequence[object]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
@@ -553,8 +553,6 @@ _WRITES = frozenset({"--metrics"})
 
 
 class _ParsedOption(NamedTuple):
-    """An option as the caller gave it."""
-
     name: str
     help: str
     words: tuple[str, ...]
@@ -582,7 +580,6 @@ def _repeated(context: typer.Context, given: Mapping[str, Any]) -> tuple[_Parsed
 
 
 def _written(name: str, value: object) -> Iterator[str]:
-    """An option as words of a command line."""
     if isinstance(value, bool):
         yield name
         return
@@ -740,7 +737,6 @@ def exit_codes() -> Mapping[int, ExitCodeText]:
 
 
 def _sections(parameters: Iterable[Any]) -> Iterator[Line]:
-    """Arguments and options under their headings."""
     headings: dict[str, list[Any]] = {"Arguments": [], "Options": []}
     for parameter in parameters:
         if parameter.hidden:

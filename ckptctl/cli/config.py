@@ -1,4 +1,4 @@
-"""Settings of a run from a file: `ckptctl.toml`, or `[tool.ckptctl]` in `pyproject.toml`.
+"""Settings of a run from a file: `ckptctl.toml`.
 
 The command line comes first, then the environment, then the file. A key is the variable of an
 option without `CKPTCTL_`, in small letters; keys of one command stand in a table of its name. A
@@ -38,7 +38,7 @@ IN_NO_FILE = frozenset(
 )
 """Keys that would change what a script reads, or consent to something: no file has them."""
 
-_NAMES = ("ckptctl.toml", "pyproject.toml")
+_NAME = "ckptctl.toml"
 _MAX_BYTES = 1 << 20
 _PLAIN = (str, int, float)
 
@@ -88,57 +88,31 @@ def read_settings(command: str, named: str | None, keys_of: Callable[[str], Keys
 
 
 def _settings_file(named: str | None) -> tuple[str, Mapping[str, Any]] | None:
-    """The file `named`, or the nearest with settings in the current folder or above; its tables."""
+    """The file `named`, or the nearest one in the current folder or above; and its tables."""
+    if named == NO_FILE:
+        return None
     if named is not None:
-        tables = None if named == NO_FILE else _tables(named, is_named=True)
-        return None if tables is None else (named, tables)
+        return named, _tables(named, is_named=True)
     folder = os.path.abspath(os.curdir)
     while True:
-        for name in _NAMES:
-            path = os.path.join(folder, name)
-            if os.path.lexists(path) and (tables := _tables(path, is_named=False)) is not None:
-                return path, tables
+        path = os.path.join(folder, _NAME)
+        if os.path.lexists(path):
+            return path, _tables(path, is_named=False)
         above = os.path.dirname(folder)
         if above == folder:
             return None
         folder = above
 
 
-def _tables(path: str, *, is_named: bool) -> Mapping[str, Any] | None:
-    """The settings in a file; None for a project file that was only found and holds none.
-
-    It may be anybody's: one that cannot be read, or names ckptctl and is no TOML, concerns other
-    programs.
-    """
-    is_project = os.path.basename(path) == "pyproject.toml"
-    may_be_others = is_project and not is_named
+def _tables(path: str, *, is_named: bool) -> Mapping[str, Any]:
+    """The settings in a file; one that was only found may be another user's."""
 
     def error(problem: str) -> UsageError:
         return OptionError("--config", problem) if is_named else UsageError(problem)
 
-    try:
-        data, about = read_small(path, _MAX_BYTES, error)
-    except UsageError:
-        if may_be_others:
-            return None
-        raise
+    data, about = read_small(path, _MAX_BYTES, error)
+    document: Mapping[str, Any] = parse_toml(path, data, _MAX_BYTES, error)
     why = None if is_named else distrusted(path, about)
-    if may_be_others and b"ckptctl" not in data:
-        return None
-    try:
-        document: Any = parse_toml(path, data, _MAX_BYTES, error)
-    except UsageError:
-        # Of a file that is too large, better an error than a requirement that is left out.
-        if may_be_others and b"[tool.ckptctl" not in data and len(data) <= _MAX_BYTES:
-            return None
-        raise
-    if is_project:
-        tool = document.get("tool", {})
-        if may_be_others and not (isinstance(tool, dict) and "ckptctl" in tool):
-            return None
-        document = tool.get("ckptctl", {}) if isinstance(tool, dict) else tool
-        if not isinstance(document, dict):
-            raise error(f"{path}: tool.ckptctl is no table")
     if why is not None:
         raise UsageError(
             f"{why}: its settings are used only if you name it with --config; --config {NO_FILE} "
@@ -147,8 +121,7 @@ def _tables(path: str, *, is_named: bool) -> Mapping[str, Any] | None:
     for name in CONFIGURED:
         if not isinstance(document.get(name, {}), dict):
             raise error(f"{path}: {name} is no table")
-    settings: Mapping[str, Any] = document
-    return settings
+    return document
 
 
 def read_small(
@@ -213,7 +186,6 @@ def _unknown(
 
 
 def _check_found(path: str, name: str, value: Any, key: Option) -> None:
-    """Refuse in a file that was only found what `ONLY_IF_NAMED` has, and addresses."""
     values = value if isinstance(value, list) else [value]
     if key.is_path and any("://" in str(item) for item in values):
         what: str | None = "another storage"
@@ -238,11 +210,19 @@ def _value(path: str, name: str, value: Any, key: Option) -> Any:
         if isinstance(item, bool) and not key.is_switch:
             raise UsageError(f"{path}: {name} is {str(item).lower()}, but is no switch")
     texts = [*map(str, values)]
-    if name == "storage_option":
-        _check_harmless(path, texts)
+    for pair in texts if name == "storage_option" else ():
+        option, _, text = pair.partition("=")
+        if not is_harmless_option(option, text):
+            raise UsageError(
+                f"{path}: the storage option {option} may be a secret, which no file of settings "
+                "holds; CKPTCTL_STORAGE_OPTION and the configuration of the client do"
+            )
     if key.is_path:
         folder = os.path.dirname(os.path.abspath(path))
-        texts = [_beside(folder, text) for text in texts]
+        texts = [
+            text if "://" in text else os.path.join(folder, os.path.expanduser(text))
+            for text in texts
+        ]
     if name in ("root", "require_signature") and not texts:
         raise UsageError(f"{path}: {name} is an empty list")
     if key.is_list:
@@ -250,18 +230,3 @@ def _value(path: str, name: str, value: Any, key: Option) -> Any:
     if len(texts) != 1:
         raise UsageError(f"{path}: {name} takes one value")
     return texts[0]
-
-
-def _check_harmless(path: str, pairs: Sequence[str]) -> None:
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        if not is_harmless_option(name, text):
-            raise UsageError(
-                f"{path}: the storage option {name} may be a secret, which no file of settings "
-                "holds; CKPTCTL_STORAGE_OPTION and the configuration of the client do"
-            )
-
-
-def _beside(folder: str, path: str) -> str:
-    """A path of the file's own folder; an address as it is."""
-    return path if "://" in path else os.path.join(folder, os.path.expanduser(path))

@@ -232,32 +232,23 @@ def _columns(*, unicode: bool) -> list[ProgressColumn]:
             cut: OverflowMethod = "ellipsis" if unicode else "crop"
             return Text(safe(message), no_wrap=True, overflow=cut)
 
-    class ShareColumn(ProgressColumn):
-        """The share, and of bytes their number and rate."""
-
-        def render(self, task: Task) -> Text:
-            if not task.total:
-                return Text()
-            share = f"{task.percentage:.0f} %"
-            if not task.fields["is_bytes"]:
-                return Text(share)
-            counted = f"{size(int(task.completed))} of {size(int(task.total))}"
-            rate = f", {size(int(task.speed))}/s" if task.speed else ""
-            return Text(f"{counted}{rate}, {share}")
-
     class Bar(BarColumn):
         """The share as a bar, where the total is known."""
 
         def render(self, task: Task) -> Any:
             return super().render(task) if task.total else Text()
 
-    class Time(TimeRemainingColumn):
-        """The remaining time where the total is known, else the elapsed time."""
+    class Facts(TimeRemainingColumn):
+        """The share and the remaining time, of bytes their number and rate; or the elapsed time."""
 
         def render(self, task: Task) -> Text:
-            if task.total:
-                return Text(f"{super().render(task).plain} left")
-            return Text(TimeElapsedColumn().render(task).plain)
+            if not task.total:
+                return Text(TimeElapsedColumn().render(task).plain)
+            counted = ""
+            if task.fields["is_bytes"]:
+                counted = f"{size(int(task.completed))} of {size(int(task.total))}, "
+                counted += f"{size(int(task.speed))}/s, " if task.speed else ""
+            return Text(f"{counted}{task.percentage:.0f} % {super().render(task).plain} left")
 
     def fixed() -> Column:
         return Column(no_wrap=True)
@@ -266,6 +257,5 @@ def _columns(*, unicode: bool) -> list[ProgressColumn]:
         SpinnerColumn("dots" if unicode else "line", style=_STYLES["code"], table_column=fixed()),
         Message(),
         Bar(bar_width=_BAR_CELLS, complete_style=_STYLES["good"], table_column=fixed()),
-        ShareColumn(table_column=fixed()),
-        Time(table_column=fixed()),
+        Facts(table_column=fixed()),
     ]

@@ -120,13 +120,13 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     "history": DocumentKind("ckptctl history --json", ("goodput.history:RunHistory",)),
     "data": DocumentKind("ckptctl data --json", ("goodput.data_use:DataUse",)),
     "cost": DocumentKind("ckptctl cost --json", ("goodput.estimating:RecoveryCost",)),
-    "drilled": DocumentKind("ckptctl drill --json", ("drill.trial:Drilled",)),
+    "drilled": DocumentKind("ckptctl drill --json", ("drill.drilling:Drilled",)),
     "rerun": DocumentKind("ckptctl rerun --json", ("rerun.rerunning:Rerun",)),
     "reshard": DocumentKind("ckptctl reshard --json", ("resharding.results:Reshard",)),
     "convert": DocumentKind("ckptctl convert --json", ("resharding.results:Converted",)),
     "diff": DocumentKind("ckptctl diff --json", ("resharding.results:Diff",)),
     "runbooks": DocumentKind("ckptctl runbook list and show --json", ("cli.runbook:Runbooks",)),
-    "runbook": DocumentKind("ckptctl runbook run --json", ("runbook.running:Ran",)),
+    "runbook": DocumentKind("ckptctl runbook run --json", ("runbook.engine:Ran",)),
     "classify": DocumentKind("ckptctl classify --json", ("failures.results:Classification",)),
     "loss": DocumentKind("ckptctl loss --json", ("loss.checking:LossReport",)),
     "doctor": DocumentKind("ckptctl doctor --json", ("diagnostics.advice:Diagnosis",)),
@@ -175,7 +175,7 @@ DOCUMENTS: Mapping[str, DocumentKind] = {
     ),
     "node": DocumentKind(
         "ckptctl preflight --node-report",
-        ("preflight_checks.launching:NodeReport",),
+        ("preflight_checks.nodes:NodeReport",),
         is_answer=False,
     ),
 }
@@ -223,7 +223,11 @@ def document(
     own_code = fields.pop("exit_code", 0)
     code = exit_code if exit_code is not None else int(str(own_code))
     return {
-        **_envelope(name, code),
+        "schema": f"ckptctl.{name}/1",
+        "tool": {"name": "ckptctl", "version": ckptctl.__version__},
+        "generated_at": rfc3339(time.time(), "seconds"),
+        "ok": code in (0, 3),
+        "exit_code": code,
         **{key: plain(value) for key, value in beside.items()},
         **fields,
     }
@@ -283,13 +287,3 @@ def field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
     )
     own = (name for name in names if name not in without)
     return (*own, *_ALSO.get(kind.__name__, ()))
-
-
-def _envelope(name: str, exit_code: int) -> Document:
-    return {
-        "schema": f"ckptctl.{name}/1",
-        "tool": {"name": "ckptctl", "version": ckptctl.__version__},
-        "generated_at": rfc3339(time.time(), "seconds"),
-        "ok": exit_code in (0, 3),
-        "exit_code": exit_code,
-    }

@@ -11,13 +11,13 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from importlib import import_module, resources
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
@@ -27,7 +27,7 @@ from ckptctl.cli.output import Output, document_of
 from ckptctl.cli.rendering import EMPTY, Line, StyledText, line, next_line, padded, page_lines
 from ckptctl.diagnostics.advice import CHECKS
 from ckptctl.errors import UsageError
-from ckptctl.failures.results import CLASSES, FailureClass, Restart
+from ckptctl.failures.results import CLASSES, Restart
 from ckptctl.findings import CODES, EXIT_DENIED, Verdict
 from ckptctl.formatting import command_line, listed
 from ckptctl.options import Parameter
@@ -112,96 +112,103 @@ def page(name: str) -> Page:
 
     Raises `UsageError` for anything else, with the names that come close.
     """
-    made = _makers().get(name.lstrip("0") or "0" if name.isdecimal() else name)
-    if made is not None:
-        return made()
-    below = [code for code in sorted((*CODES, *CHECKS)) if code.startswith(f"{name}.")]
-    close = below or _close_to(name)
+    name = name.lstrip("0") or "0" if name.isdecimal() else name
+    if name in _names():
+        return _page(name)
     message = f"there is nothing to explain under the name {name!r}"
+    if below := [code for code in sorted((*CODES, *CHECKS)) if code.startswith(f"{name}.")]:
+        raise UsageError(
+            f"{message}; the codes below it are {listed(below)}",
+            next_command=command_line("explain", below[0]),
+        )
+    from difflib import get_close_matches
+
+    words = [known for known in _names() if not known.isdecimal()]
+    close = get_close_matches(name.lower(), words, n=3)
     if not close:
         raise UsageError(message, next_command="ckptctl explain")
     raise UsageError(
-        f"{message}; the codes below it are {listed(below)}"
-        if below
-        else f"{message}; did you mean {listed(close, 'or')}?",
+        f"{message}; did you mean {listed(close, 'or')}?",
         next_command=command_line("explain", close[0]),
     )
 
 
 def all_pages() -> Iterator[Page]:
     """Every page: finding codes, verdicts, exit codes, causes, then checks of `doctor`."""
-    return (made() for made in _makers().values())
+    return map(_page, _names())
 
 
 @cache
-def _makers() -> Mapping[str, Callable[[], Page]]:
-    """What makes the page of each name, in the order of the index."""
-    causes = (cause for cause in CLASSES.values() if cause.name not in ("none", "unknown"))
-    return {
-        **{code: partial(_finding_page, code) for code in sorted(CODES)},
-        **{verdict.value: partial(_verdict_page, verdict) for verdict in Verdict},
-        **{word: partial(_loss_verdict_page, word) for word in explanations()["loss-verdicts"]},
-        **{str(number): partial(_exit_code_page, number) for number in exit_codes()},
-        **{cause.name: partial(_cause_page, cause) for cause in causes},
-        **{name: partial(_check_page, name) for name in CHECKS},
-    }
+def _names() -> Mapping[str, None]:
+    return dict.fromkeys(
+        (
+            *sorted(CODES),
+            *(verdict.value for verdict in Verdict),
+            *explanations()["loss-verdicts"],
+            *map(str, exit_codes()),
+            *(cause for cause in CLASSES if cause not in ("none", "unknown")),
+            *CHECKS,
+        )
+    )
 
 
-def _finding_page(code: str) -> Page:
-    file = resources.files("ckptctl").joinpath("pages").joinpath(f"{code}.md")
-    heading, _, rest = file.read_text("utf-8").rstrip("\n").partition("\n")
-    text = f"{heading}: {CODES[code].title}\n\n{_consequence(code)}\n{rest}"
-    return Page(code, "finding", CODES[code].title, text)
+def _page(name: str) -> Page:
+    if name in CODES:
+        title = CODES[name].title
+        file = resources.files("ckptctl") / "pages" / f"{name}.md"
+        heading, _, rest = file.read_text("utf-8").rstrip("\n").partition("\n")
+        return Page(name, "finding", title, f"{heading}: {title}\n\n{_consequence(name)}\n{rest}")
+    if name in explanations()["verdicts"] or name in explanations()["loss-verdicts"]:
+        return _verdict_page(name)
+    if name.isdecimal():
+        code = exit_codes()[int(name)]
+        lines = [f"# exit code {name}: {code.title}", "", code.advice, "", f"Retry: {code.retry}."]
+        return Page(name, "exit-code", code.title, "\n".join(lines))
+    if name in CLASSES:
+        cause = CLASSES[name]
+        lines = [f"# {name}: {cause.means}", "", cause.advice, ""]
+        lines.append(f"A restart {_RESTARTS[cause.restart]}.")
+        lines.append(f"`ckptctl classify --quiet` prints `{cause.domain.value}`.")
+        return Page(name, "cause", cause.means, "\n".join(lines))
+    check = CHECKS[name]
+    lines = [f"# {name}: {check.title}", "", check.effect, "", check.fix]
+    return Page(name, "check", check.title, "\n".join(lines))
 
 
 def _consequence(code: str) -> str:
     severity, verdict = CODES[code].severity.value.capitalize(), CODES[code].verdict
     if code.startswith("loss."):
-        return f"{severity}: {_of_loss(code)}."
+        from ckptctl.loss.verdict import FORCES
+
+        forced = FORCES.get(code)
+        if forced is None:
+            return f"{severity}: it does not change the verdict about the loss."
+        exits = forced.exit_code()
+        return f"{severity}: the loss is `{forced.value}` (`loss` exits with {exits})."
     if verdict is None:
         return f"{severity}: it does not make a step unusable by itself."
     exit_code = EXIT_DENIED if code == "step.denied" else verdict.exit_code
     return f"{severity}: the step is `{verdict.value}` (`verify` exits with {exit_code})."
 
 
-def _of_loss(code: str) -> str:
-    from ckptctl.loss.verdict import FORCES
+def _verdict_page(word: str) -> Page:
+    if word in explanations()["verdicts"]:
+        means = explanations()["verdicts"][word]
+        (exit_code,) = (verdict.exit_code for verdict in Verdict if verdict == word)
+        exits = f"`ckptctl verify` exits with {exit_code}"
+        codes = sorted(code for code, meaning in CODES.items() if meaning.verdict == word)
+    else:
+        from ckptctl.loss.verdict import FORCES, LossVerdict
 
-    forced = FORCES.get(code)
-    if forced is None:
-        return "it does not change the verdict about the loss"
-    return f"the loss is `{forced.value}` (`loss` exits with {forced.exit_code()})"
-
-
-def _verdict_page(verdict: Verdict) -> Page:
-    codes = sorted(code for code, meaning in CODES.items() if meaning.verdict is verdict)
-    exits = f"`ckptctl verify` exits with {verdict.exit_code}."
-    return _page_of_verdict(verdict.value, explanations()["verdicts"][verdict.value], exits, codes)
-
-
-def _page_of_verdict(word: str, means: str, exits: str, codes: Sequence[str]) -> Page:
-    lines = [f"# {word}", "", means, "", exits]
+        verdict, means = LossVerdict(word), explanations()["loss-verdicts"][word]
+        exits = f"`ckptctl loss` exits with {verdict.exit_code()}"
+        if verdict is LossVerdict.NO_JUMP:
+            exits += f", with `--strict` {verdict.exit_code(strict=True)}"
+        codes = [code for code, forced in FORCES.items() if forced is verdict]
+    lines = [f"# {word}", "", means, "", f"{exits}."]
     lines += ["", "Findings with this verdict:", ""] if codes else []
     lines += [f"- `{code}`: {CODES[code].title}" for code in codes]
     return Page(word, "verdict", means, "\n".join(lines))
-
-
-def _loss_verdict_page(word: str) -> Page:
-    from ckptctl.loss.verdict import FORCES, LossVerdict
-
-    verdict = LossVerdict(word)
-    exits = f"`ckptctl loss` exits with {verdict.exit_code()}"
-    if verdict is LossVerdict.NO_JUMP:
-        exits += f", with `--strict` {verdict.exit_code(strict=True)}"
-    codes = [code for code, forced in FORCES.items() if forced is verdict]
-    return _page_of_verdict(word, explanations()["loss-verdicts"][word], f"{exits}.", codes)
-
-
-def _exit_code_page(number: int) -> Page:
-    code = exit_codes()[number]
-    lines = [f"# exit code {number}: {code.title}", "", code.advice]
-    lines += ["", f"Retry: {code.retry}."]
-    return Page(str(number), "exit-code", code.title, "\n".join(lines))
 
 
 _RESTARTS = {
@@ -210,26 +217,6 @@ _RESTARTS = {
     Restart.ONCE: "can help once; the same failure again is caused by the job",
     Restart.NO: "does not help",
 }
-
-
-def _cause_page(cause: FailureClass) -> Page:
-    lines = [f"# {cause.name}: {cause.means}", "", cause.advice, ""]
-    lines.append(f"A restart {_RESTARTS[cause.restart]}.")
-    lines.append(f"`ckptctl classify --quiet` prints `{cause.domain.value}`.")
-    return Page(cause.name, "cause", cause.means, "\n".join(lines))
-
-
-def _check_page(name: str) -> Page:
-    check = CHECKS[name]
-    lines = [f"# {name}: {check.title}", "", check.effect, "", check.fix]
-    return Page(name, "check", check.title, "\n".join(lines))
-
-
-def _close_to(name: str) -> list[str]:
-    from difflib import get_close_matches
-
-    words = [known for known in _makers() if not known.isdecimal()]
-    return get_close_matches(name.lower(), words, n=3)
 
 
 # The JSON Schema of a document, from the classes that hold its fields. Types become constraints,
@@ -310,13 +297,24 @@ def _classes(kind: DocumentKind) -> Iterator[Any]:
 
 
 def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
+    """The fields that documents have of a class: a dataclass or a `TypedDict`."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    texts = _texts(kind)
+    optional = getattr(kind, "__optional_keys__", ())
+    # What comes from a log may hold anything.
+    of_logs = kind.__module__.startswith(("ckptctl.logs.", "ckptctl.loss."))
     properties: dict[str, Schema] = {}
-    required: list[str] = []
-    for field in _fields(kind):
-        made = _of(field.hint, definitions, signed=field.signed, pairs=field.name in OBJECTS)
-        properties[field.name] = {**made, **({"description": field.text} if field.text else {})}
-        if field.required:
-            required.append(field.name)
+    names = tuple(hints if typing.is_typeddict(kind) else field_names(kind))
+    for name in names:
+        hint, text = hints.get(name), texts.get(name, "")
+        if name not in hints:
+            get = getattr(kind, name).fget
+            hint = typing.get_type_hints(get, include_extras=True)["return"]
+            text = _text(get.__doc__)
+        signed = of_logs and not name.startswith("n_")
+        made = _of(hint, definitions, signed=signed, pairs=name in OBJECTS)
+        properties[name] = {**made, **({"description": text} if text else {})}
+    required = [name for name in names if name not in optional]
     return {"type": "object", "required": required, "properties": properties}
 
 
@@ -357,7 +355,6 @@ def _of(hint: Any, definitions: dict[str, Schema], *, signed: bool, pairs: bool 
 
 
 def _limits(meta: Meta) -> Iterator[tuple[str, object]]:
-    """What is stated beside a type, as JSON Schema names it."""
     for name, key in _LIMITS.items():
         if (value := getattr(meta, name)) is not None:
             yield key, value
@@ -384,31 +381,6 @@ def _either(choices: list[Schema]) -> Schema:
     if len(some) == 1 and "type" in some[0] and "enum" not in some[0]:
         return {**some[0], "type": [some[0]["type"], "null"]}
     return {"anyOf": choices}
-
-
-class _Field(NamedTuple):
-    name: str
-    hint: Any
-    text: str
-    required: bool = True
-    signed: bool = False
-    """Integers may be negative: it comes from a log, which may hold anything."""
-
-
-def _fields(kind: type) -> Iterator[_Field]:
-    """The fields that documents have of a class: a dataclass or a `TypedDict`."""
-    module = kind.__module__
-    hints = typing.get_type_hints(kind, include_extras=True)
-    texts = _texts(kind)
-    required = getattr(kind, "__required_keys__", hints)
-    for name in hints if typing.is_typeddict(kind) else field_names(kind):
-        signed = module.startswith(("ckptctl.logs.", "ckptctl.loss.")) and not name.startswith("n_")
-        if name in hints:
-            yield _Field(name, hints[name], texts.get(name, ""), name in required, signed)
-        else:
-            get = getattr(kind, name).fget
-            hint = typing.get_type_hints(get, include_extras=True)["return"]
-            yield _Field(name, hint, _text(get.__doc__), signed=signed)
 
 
 def _text(docstring: str | None) -> str:

@@ -32,7 +32,7 @@ from ckptctl.loss.following import FollowOptions, follow_loss
 from ckptctl.loss.level import share, signed
 from ckptctl.loss.plots import check_plot, write_plot
 from ckptctl.loss.replay import Replayed
-from ckptctl.loss.resumes import LedgerAnswer, LoggedResume, NamedCheckpoint
+from ckptctl.loss.resumes import LedgerAnswer, NamedCheckpoint
 from ckptctl.loss.speed import Pace
 from ckptctl.loss.verdict import Assessment, LossVerdict
 from ckptctl.options import Parameter, StorageOptions
@@ -342,7 +342,6 @@ def _ledger_of(root: str, storage: StorageOptions) -> LedgerAnswer | None:
 
 
 def _check(paths: list[str], resume: str, *, canary: bool, follow: bool) -> None:
-    """Raise `UsageError` for arguments that cannot be combined."""
     if not paths:
         raise UsageError("no log was named", next_command="ckptctl loss --help")
     if canary and len(paths) < 2:
@@ -371,10 +370,18 @@ def _last(
     awaited = f"waiting for steps after the resume in {paths[-1]}, {limit}{_absent(paths)}"
     out.say(line(awaited, hang=2))
     for report in reports:
+        worst = report.worst
+        so_far = f"read {counted(report.n_rows, 'row')}, none after a resume yet"
+        if worst is not None:
+            rows = counted(len(worst.resume.after), "row")
+            twice = len(worst.replay.rows)
+            so_far = (
+                f"{rows} after the resume, {twice:,} logged twice, {report.verdict.value} so far"
+            )
         is_new = last is None or (report.verdict, report.message) != (last.verdict, last.message)
         if out.as_json and is_new:
             out.document_line(document_of("loss", report))
-        out.progress(f"watching: {_so_far(report)}{_absent(paths)}")
+        out.progress(f"watching: {so_far}{_absent(paths)}")
         last = report
     if last is None:
         raise UsageError("no log was named")
@@ -384,21 +391,11 @@ def _last(
 
 
 def _absent(paths: Sequence[str]) -> str:
-    """That logs do not exist yet."""
     local = [(path, local_path(path)) for path in paths if path != STDIN]
     absent = [path for path, file in local if file is not None and not os.path.exists(file)]
     return (
         f"; {', '.join(absent)} {verb(len(absent), 'does', 'do')} not exist yet" if absent else ""
     )
-
-
-def _so_far(report: ckptctl.LossReport) -> str:
-    worst = report.worst
-    if worst is None:
-        return f"read {counted(report.n_rows, 'row')}, none after a resume yet"
-    after, twice = len(worst.resume.after), len(worst.replay.rows)
-    rows = f"{counted(after, 'row')} after the resume, {twice:,} logged twice"
-    return f"{rows}, {report.verdict.value} so far"
 
 
 def _which(resume: str) -> int | str:
@@ -413,7 +410,7 @@ def _which(resume: str) -> int | str:
     )
 
 
-def _keys(given: list[str] | tuple[str, ...]) -> dict[str, str] | None:
+def _keys(given: Sequence[str]) -> dict[str, str] | None:
     keys: dict[str, str] = {}
     for pair in given:
         field, equals, name = pair.partition("=")
@@ -462,7 +459,9 @@ def loss_lines(report: LossReport, *, unicode: bool) -> list[Line]:
         lines += section(_level_lines(worst))
     lines += section(finding_lines(_every_finding(report)))
     lines += section(_fault_lines(report))
-    lines += section(_missing_lines(report))
+    if report.missing:
+        gaps = (line(f"  {gap.what}: {gap.remedy}", hang=4) for gap in report.missing)
+        lines += section([line(StyledText("the log lacks", "strong")), *gaps])
     for command in report.next_commands:
         lines += next_line(command)
     return lines
@@ -502,30 +501,26 @@ def _resume_lines(assessment: Assessment, *, several: bool) -> Iterator[Line]:
     if several:
         word = StyledText(assessment.verdict.value, STYLES[assessment.verdict])
         yield line(f"resume {resume.number}: ", word, f": {assessment.message}", hang=2)
-    yield line(f"  {_resume_point_text(resume)}", hang=4)
+    first = f"step {resume.first_step:,} is the first after the resume"
+    point = resume.resume_point
+    if point is None:
+        yield line(f"  {first}; the step of the checkpoint is unknown", hang=4)
+    else:
+        source = _SOURCES[point.source]
+        yield line(f"  resumed after step {point.step:,} ({source}); {first}", hang=4)
     yield line(f"  first row after the resume: {resume.position}", solid=True)
     if resume.marker is not None and resume.marker.text:
         yield line(f"  line in the log: {resume.marker.text.strip()}", hang=4)
     yield EMPTY
 
 
-def _resume_point_text(resume: LoggedResume) -> str:
-    first = f"step {resume.first_step:,} is the first after the resume"
-    if resume.resume_point is None:
-        return f"{first}; the step of the checkpoint is unknown"
-    source = _SOURCES[resume.resume_point.source]
-    return f"resumed after step {resume.resume_point.step:,} ({source}); {first}"
-
-
 def _replay_lines(assessment: Assessment, arrow: str, *, several: bool) -> Iterator[Line]:
-    """The table of the steps that were logged twice."""
     rows = assessment.replay.rows
     if not rows:
         return
     whose = f"resume {assessment.resume.number}: " if several else ""
     yield line(StyledText(f"{whose}{counted(len(rows), 'step')} logged twice", "strong"))
-    cells: list[tuple[str, ...]] = [_TITLES]
-    cells += [_cells(row, arrow) for row in rows[:_MAX_ROWS]]
+    cells = [_TITLES, *(_cells(row, arrow) for row in rows[:_MAX_ROWS])]
     shown = [i for i in range(len(cells[0])) if any(row[i] != "-" for row in cells[1:])]
     widths = {i: max(len(row[i]) for row in cells) for i in shown}
     for number, row in enumerate(cells):
@@ -560,13 +555,12 @@ def _cells(row: Replayed, arrow: str) -> tuple[str, ...]:
 def _both(a: Number | None, b: Number | None, arrow: str) -> str:
     if a is None or b is None:
         return "-"
+    before, after = (
+        f"{each:,.0f}" if each == int(each) and abs(each) < 1e15 else f"{each:.4g}"
+        for each in (a.value, b.value)
+    )
     same = abs(a.value - b.value) <= max(a.quantum, b.quantum)
-    return _short(b) if same else f"{_short(a)} {arrow} {_short(b)}"
-
-
-def _short(number: Number) -> str:
-    whole = number.value == int(number.value) and abs(number.value) < 1e15
-    return f"{number.value:,.0f}" if whole else f"{number.value:.4g}"
+    return after if same else f"{before} {arrow} {after}"
 
 
 def _printed(number: Number | None) -> str:
@@ -597,27 +591,15 @@ def _level_lines(assessment: Assessment) -> Iterator[Line]:
         yield line(f"  a jump below {share(level.smallest_jump)} would not be detected", hang=4)
 
 
-_FAULT_TITLES = (
-    (FaultState.EXCLUDED, "excluded faults"),
-    (FaultState.OPEN, "faults not excluded"),
-)
-"""A fault that was found is among the findings."""
-
-
 def _fault_lines(report: LossReport) -> Iterator[Line]:
-    for state, title in _FAULT_TITLES:
+    """The faults that are excluded, and those that are not; one that was found is a finding."""
+    for state, title in (
+        (FaultState.EXCLUDED, "excluded faults"),
+        (FaultState.OPEN, "faults not excluded"),
+    ):
         chosen = [fault for fault in report.faults if fault.state is state]
-        if chosen:
-            yield line(StyledText(title, "strong"))
-        for fault in chosen:
-            yield line(f"  {fault.name}: {fault.why}", hang=4)
-
-
-def _missing_lines(report: LossReport) -> Iterator[Line]:
-    if report.missing:
-        yield line(StyledText("the log lacks", "strong"))
-    for gap in report.missing:
-        yield line(f"  {gap.what}: {gap.remedy}", hang=4)
+        yield from [line(StyledText(title, "strong"))] if chosen else []
+        yield from (line(f"  {fault.name}: {fault.why}", hang=4) for fault in chosen)
 
 
 # What a canary is, and how to make one.

@@ -214,8 +214,12 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, object] | No
     A value that is JSON (`true`, `{"region_name": "eu"}`) is taken as that; a number
     is, too: quote it (`key='"0123"'`) where a string is meant.
     """
+    if not given:
+        return None
+    from ckptctl.formats.bounded_json import NotJson, decode_json
+
     options: dict[str, object] = {}
-    for pair in given or ():
+    for pair in given:
         key, equals, value = pair.partition("=")
         if not equals or not key.isidentifier():
             raise OptionError(
@@ -223,17 +227,11 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, object] | No
                 "is KEY=VALUE, and one of those given has no such form",
                 instead="--storage-option anon=true",
             )
-        options[key] = _json_or_text(value)
-    return options or None
-
-
-def _json_or_text(value: str) -> object:
-    from ckptctl.formats.bounded_json import NotJson, decode_json
-
-    try:
-        return decode_json(value, max_bytes=_MAX_OPTION)
-    except NotJson:
-        return value
+        try:
+            options[key] = decode_json(value, max_bytes=_MAX_OPTION)
+        except NotJson:
+            options[key] = value
+    return options
 
 
 _MAX_OPTION = 1 << 20
@@ -416,11 +414,6 @@ def parse_duration(text: str | None, name: str) -> float | None:
     )
 
 
-def _time_text(seconds: float) -> str:
-    minutes, rest = divmod(seconds, 60)
-    return f"{seconds:g}s" if rest or not minutes else f"{minutes:g}m"
-
-
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -550,7 +543,8 @@ def typed_option(name: str, field: str, kind: Any, default: Any, declared: Param
 def _shown(default: Any) -> str:
     """A time or a size as a caller writes it."""
     if isinstance(default, float):
-        return _time_text(default)
+        minutes, rest = divmod(default, 60)
+        return f"{default:g}s" if rest or not minutes else f"{minutes:g}m"
     return f"{default >> 20}M" if isinstance(default, int) else ""
 
 

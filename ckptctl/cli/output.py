@@ -82,13 +82,18 @@ class Channel(NamedTuple):
         """Find out what a stream can show."""
         if stream is None:
             return cls(None, False, None, unicode=False, color=False, must_arrive=must_arrive)
-        terminal = stream.isatty()
+        terminal, unicode = stream.isatty(), False
+        with suppress(UnicodeEncodeError, LookupError):
+            unicode = bool("✓✗○·∆⋯◌◒⊘»±↑◇□".encode(stream.encoding or "ascii"))
+        colored = color == "always"
+        if color == "auto" and not os.environ.get("NO_COLOR"):
+            colored = bool(os.environ.get("FORCE_COLOR")) or (terminal and not _is_dumb())
         return cls(
             stream,
             terminal=terminal,
             width=_terminal_width(stream) if terminal else _columns("CKPTCTL_COLUMNS"),
-            unicode=_can_encode(stream, "✓✗○·∆⋯◌◒⊘»±↑◇□"),
-            color=_wants_color(color, terminal=terminal),
+            unicode=unicode,
+            color=colored,
             must_arrive=must_arrive,
         )
 
@@ -388,17 +393,6 @@ def _write(stream: TextIO, text: str) -> None:
         stream.flush()
 
 
-def _wants_color(color: Color, *, terminal: bool) -> bool:
-    """`--color` first, then NO_COLOR, then FORCE_COLOR, then what the stream is."""
-    if color != "auto":
-        return color == "always"
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return terminal and not _is_dumb()
-
-
 def _is_dumb() -> bool:
     """Whether the terminal can neither colour nor take a line away."""
     return os.environ.get("TERM") == "dumb"
@@ -418,14 +412,6 @@ def _columns(variable: str) -> int | None:
     columns = os.environ.get(variable, "")
     fits = columns.isascii() and columns.isdigit() and int(columns[:6]) > 0
     return int(columns[:6]) if fits else None
-
-
-def _can_encode(stream: TextIO, glyphs: str) -> bool:
-    try:
-        glyphs.encode(stream.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def replace_text(path: str, text: str, what: str = "the report") -> None:

@@ -9,7 +9,7 @@ from ckptctl.cli.options import AllowFreshOpt, CreateOpt, OfStep, OptionalRootOp
 from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.pictures import warnings_of
 from ckptctl.cli.rendering import Line, StyledText, finding_lines, line, next_line, refused_lines
-from ckptctl.findings import Finding, Report, Severity
+from ckptctl.findings import Severity
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import Answer
 from ckptctl.selection.picking import Pick
@@ -101,7 +101,8 @@ def _taken(found: Pick, printed: Printed) -> tuple[str, ...]:
     return (found.path,) if printed == "path" else (str(found.step),)
 
 
-_WORLD_SIZE = {"state.lost", "world-size.differs"}  # there only where --world-size asks
+# What another world size costs is there only where --world-size asks.
+_SHOWN_NOTES = {"state.lost", "world-size.differs", "state.renamed"}
 
 
 def pick_lines(pick: Pick) -> list[Line]:
@@ -117,15 +118,11 @@ def pick_lines(pick: Pick) -> list[Line]:
         lines.append(line(f"  checked: {pick.level.value}{reason}", hang=4))
     if pick.chosen is not None:
         lines.append(line(f"  train state: {pick.about_state}", hang=4))
-    findings = (*pick.findings, *_to_be_known(pick.chosen))
-    return [*lines, *finding_lines(findings), *next_line(pick.next_command)]
-
-
-def _to_be_known(chosen: Report | None) -> list[Finding]:
-    """The warnings on the chosen step, and what another world size costs; `verify` has the rest."""
-    findings = chosen.findings if chosen else ()
-    return [
+    # What is to be known of the chosen step; `verify` has the rest.
+    known = [
         finding
-        for finding in findings
-        if finding.severity is Severity.WARNING or finding.code in (*_WORLD_SIZE, "state.renamed")
+        for finding in (pick.chosen.findings if pick.chosen else ())
+        if finding.severity is Severity.WARNING or finding.code in _SHOWN_NOTES
     ]
+    findings = finding_lines([*pick.findings, *known])
+    return [*lines, *findings, *next_line(pick.next_command)]

@@ -18,7 +18,6 @@ from ckptctl.findings import (
     Claim,
     ClaimName,
     ClaimState,
-    Finding,
     Report,
     Severity,
     Verdict,
@@ -200,7 +199,9 @@ def rank_states(report: Report) -> dict[str, list[str]]:
         and report.seal is None
         and _rank(finding.where.rpartition("/")[2]) is None
     }
-    absent = "missing" if any(_lacks_rank_file(report, one) for one in report.findings) else "none"
+    lacking = [finding.where for finding in report.findings if finding.code == "file.missing"]
+    of_ranks = (rank_file(path, report.layout) or rank_in_name(path) for path in lacking)
+    absent = "missing" if any(rank is not None for rank in of_ranks) else "none"
     here = {part: set(ranks) for part, ranks in report.ranks}
     states: dict[tuple[str, int], list[str]] = {}
     for finding in report.findings:
@@ -227,13 +228,6 @@ def rank_states(report: Report) -> dict[str, list[str]]:
             for rank in range(n_ranks)
         ]
     return rows
-
-
-def _lacks_rank_file(report: Report, finding: Finding) -> bool:
-    if finding.code != "file.missing":
-        return False
-    of_framework = rank_file(finding.where, report.layout) is not None
-    return of_framework or rank_in_name(finding.where) is not None
 
 
 def _reached(report: Report) -> str:

@@ -22,7 +22,7 @@ from ckptctl.errors import OptionError, OwnFileUnreadable, UsageError
 from ckptctl.formats.own.contract import MAX_CONTRACT_BYTES, Terms, terms_of
 from ckptctl.formats.own.files import parsed
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
-from ckptctl.preflight_checks.launching import PATIENCE, Launcher, report_from_here
+from ckptctl.preflight_checks.nodes import PATIENCE, Launcher, report_from_here
 from ckptctl.preflight_checks.results import CheckOutcome, Preflight
 
 EXAMPLES = (

@@ -73,10 +73,10 @@ def made_safe(a_line: Line) -> Line:
 def trimmed(a_line: Line) -> Line:
     """The line without the spaces at its end."""
     spans = list(a_line.spans)
-    while spans and not spans[-1].text.strip(" "):
+    while spans and not (text := spans[-1].text.rstrip(" ")):
         spans.pop()
     if spans:
-        spans[-1] = spans[-1]._replace(text=spans[-1].text.rstrip(" "))
+        spans[-1] = spans[-1]._replace(text=text)
     return a_line._replace(spans=tuple(spans))
 
 
@@ -191,14 +191,13 @@ def error_lines(message: str, next_command: str | None) -> list[Line]:
 def finding_lines(findings: Sequence[Finding]) -> list[Line]:
     """Findings, one a line, with their codes for `ckptctl explain`."""
     width = max((len(finding.code) for finding in findings), default=0)
-    return [_finding_line(finding, width) for finding in findings]
-
-
-def _finding_line(finding: Finding, code_width: int) -> Line:
-    style = SEVERITY_STYLES[finding.severity]
-    word = padded(finding.severity.value, 7, style)
-    code = padded(finding.code, code_width, style)
-    return line("  ", word, "  ", code, "  ", message_with_path(finding), hang=13 + code_width)
+    lines = []
+    for finding in findings:
+        style = SEVERITY_STYLES[finding.severity]
+        word, code = padded(finding.severity.value, 7, style), padded(finding.code, width, style)
+        message = message_with_path(finding)
+        lines.append(line("  ", word, "  ", code, "  ", message, hang=13 + width))
+    return lines
 
 
 def message_with_path(finding: Finding) -> str:
@@ -264,6 +263,15 @@ def step_name(report: Report) -> str:
     if report.number is not None:
         return str(report.number)
     return report.url.rstrip("/").rpartition("/")[2]
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[Line]:
+    """Rows of cells in columns, each as wide as its widest cell."""
+    widths = [max(map(cell_width, column)) for column in zip(*rows, strict=True)]
+    return [
+        line("  ".join(padded(cell, width).text for cell, width in zip(row, widths, strict=True)))
+        for row in rows
+    ]
 
 
 def section(lines: Iterable[Line]) -> list[Line]:

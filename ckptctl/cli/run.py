@@ -1,14 +1,19 @@
-"""`ckptctl run`: restart a job as long as it makes progress."""
+"""`ckptctl run` and `watch`: supervise a job, and verify and seal the steps that it saves."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, TypedDict
 
-from ckptctl.cli.notifying import Notifier
+import ckptctl
+from ckptctl.cli.monitoring import Notifier
 from ckptctl.cli.options import (
+    AcceptAsItIsOpt,
     AlarmAfterOpt,
+    JobsOpt,
+    MetricsOpt,
     NotifyOpt,
     OfNames,
     OptionalRootOpt,
@@ -16,25 +21,36 @@ from ckptctl.cli.options import (
     parse_duration,
 )
 from ckptctl.cli.output import Output, document_of
-from ckptctl.cli.rendering import Line, StyledText, line, next_line
+from ckptctl.cli.rendering import StyledText, line, next_line
 from ckptctl.distributed.launcher import launched_together
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.formats.own.heartbeats import SECTIONS, Section
 from ckptctl.formats.own.supervision import Attempt, Decision
-from ckptctl.options import Parameter, PickPolicy, StorageOptions
-from ckptctl.selection.watching import ALARM_AFTER
+from ckptctl.formatting import duration
+from ckptctl.options import Parameter, PickPolicy, Requirements, StorageOptions
+from ckptctl.selection.watching import ALARM_AFTER, BYTES_PER_S, INTERVAL_S, Event, Watched
 from ckptctl.supervisor.agents import supervise_nodes
 from ckptctl.supervisor.nodes import NodeOptions
 from ckptctl.supervisor.options import WAIT_S, OutputOptions, RunOptions
 from ckptctl.supervisor.policy import BudgetOptions
-from ckptctl.supervisor.restarting import Supervised, supervise
+from ckptctl.supervisor.restarting import supervise
 
-EXAMPLES = (
-    "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
-    "ckptctl run --root ckpt --max-restarts 5 --backoff 1m -- ./train.sh",
-    "ckptctl run --root ckpt --torchrun -- --nnodes 2 --rdzv-endpoint node001:29400 train.py",
-)
-EXIT_CODES = (0, 2, 10, 11, 22, 75, 77, 93, 94)
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "run": (
+        "ckptctl run --root /shared/ckpt/run-1234 -- torchrun train.py --resume-from auto",
+        "ckptctl run --root ckpt --max-restarts 5 --backoff 1m -- ./train.sh",
+        "ckptctl run --root ckpt --torchrun -- --nnodes 2 --rdzv-endpoint node001:29400 train.py",
+    ),
+    "watch": (
+        "ckptctl watch /shared/ckpt/run-1234 --notify 'curl -fsS --data-binary @- https://example.org'",
+        "ckptctl watch s3://bucket/run-1234 --bandwidth 400M --accept-unverifiable",
+        "ckptctl watch /shared/ckpt/run-1234 --once --grace 300 --notify /usr/local/bin/page",
+    ),
+}
+EXIT_CODES: Mapping[str, tuple[int, ...]] = {
+    "run": (0, 2, 10, 11, 22, 75, 77, 93, 94),
+    "watch": (0, 2, 10, 20, 21, 22, 23, 25, 36, 75, 77),
+}
 
 _STDERR = 2
 
@@ -156,7 +172,10 @@ def run(
         if found.exit_code:
             notifier.send(answer)
         failed = bool(found.exit_code)
-        out.answer(answer, lambda: supervised_lines(found), bare_only=True, has_failed=failed)
+        done = bool(found.attempts) and found.attempts[-1].decision is Decision.DONE
+        message = line("ckptctl: ", StyledText(found.message, "good" if done else "bad"), hang=2)
+        lines = [message, *next_line(found.next_command)]
+        out.answer(answer, lambda: lines, bare_only=True, has_failed=failed)
     return found.exit_code
 
 
@@ -174,7 +193,6 @@ _SECTION_NAMES: dict[str, Section] = {
 
 
 def _timeouts(sections: str | None, outside_s: float | None) -> dict[Section, float]:
-    """The limits in seconds that the two options give."""
     limits: dict[Section, float] = {}
     for part in () if sections is None else sections.split(","):
         name, _, text = part.strip().partition(":")
@@ -212,8 +230,99 @@ def _check_alone() -> None:
     )
 
 
-def supervised_lines(found: Supervised) -> list[Line]:
-    """How it ended."""
-    done = bool(found.attempts) and found.attempts[-1].decision is Decision.DONE
-    style = StyledText(found.message, "good" if done else "bad")
-    return [line("ckptctl: ", style, hang=2), *next_line(found.next_command)]
+def watch(
+    root: Annotated[str, Parameter("ROOT", "Folder or URL that holds the steps of a run.")],
+    once: Annotated[
+        bool,
+        Parameter("--once", "List the root once, and finish what an earlier watch saw; for cron."),
+    ] = False,
+    interval: Annotated[
+        float, Parameter("--interval TIME", "The pause between two listings of the root.")
+    ] = INTERVAL_S,
+    bandwidth: Annotated[
+        int, Parameter("--bandwidth SIZE", "How many bytes are read per second at most.")
+    ] = BYTES_PER_S,
+    alarm_after: AlarmAfterOpt = ALARM_AFTER,
+    notify: NotifyOpt = None,
+    metrics: MetricsOpt = None,
+    accept_unverifiable: AcceptAsItIsOpt = False,
+    jobs: JobsOpt = None,
+    *,
+    requirements: Annotated[
+        Requirements, only("pattern", "state", "grace", "key_file", "sign", "marks")
+    ],
+    storage: StorageOptions,
+    out: Output,
+) -> int:
+    """Verify and seal each step that a job finishes, from a process beside it.
+
+    A step is read once two listings, --grace apart, show the same files, and sealed if every byte
+    is proven and it holds what the step before it holds. Nothing else is written into a step. A
+    damaged step is reported once, and so is that no newer step is proven for --alarm-after save
+    intervals. Ends with 0 after SIGTERM; with --once with the exit code of the newest damaged or
+    unverifiable step, with 36 where a newer step is overdue, or with 10 where the root does not
+    exist. With --json
+    each event is one line, with --quiet only the addresses of damaged steps are printed.
+    """
+    from ckptctl.cli.main import Stopped
+
+    if bandwidth < 1:
+        raise OptionError("--bandwidth", f"is {bandwidth}; it must be 1 or more")
+    if not interval:
+        raise OptionError("--interval", "is 0; the storage would be listed all the time")
+    exit_code = 0
+    counts = dict.fromkeys(Event, 0)
+    newest: dict[Event, int] = {}
+
+    def listed() -> None:
+        if metrics is not None:
+            from ckptctl.cli.monitoring import watch_samples, write_metrics
+
+            write_metrics(metrics, watch_samples(root, counts, newest))
+
+    events = ckptctl.watch(
+        root,
+        once=once,
+        interval_s=interval,
+        bytes_per_s=bandwidth,
+        accept_unverifiable=accept_unverifiable,
+        alarm_after=alarm_after,
+        jobs=jobs,
+        on_listed=listed,
+        requirements=requirements,
+        storage=storage,
+    )
+    if not once:
+        grace = duration(requirements.grace_s)
+        begun = f"watching {root}: a step is read once it has not changed for {grace}; Ctrl-C ends"
+        out.say(line(begun, hang=2))
+    with Notifier(notify, out) as notifier:
+        try:
+            for found in events:
+                exit_code = exit_code or found.exit_code
+                counts[found.event] += 1
+                if found.number is not None:
+                    newest[found.event] = max(found.number, newest.get(found.event, 0))
+                # First the notification: whoever reads the line may end the watch.
+                if found.event in (Event.DAMAGED, Event.OVERDUE):
+                    notifier.send(document_of("watched", found))
+                _print(found, out)
+        except Stopped:
+            if once:
+                raise
+            return 0
+    if out.talks and not any(counts.values()):
+        out.lines([line("nothing to report; a step is read once it has not changed for --grace")])
+    return exit_code
+
+
+def _print(found: Watched, out: Output) -> None:
+    if out.as_json:
+        out.document_line(document_of("watched", found))
+    elif out.quiet:
+        if found.event is Event.DAMAGED:
+            out.lines([line(StyledText(found.url or "", "name"), solid=True)])
+    else:
+        word = StyledText(found.event.value, "good" if found.event is Event.SEALED else "bad")
+        head = line(word, " ", StyledText(found.url or found.root, "name"), solid=True)
+        out.lines([head, line(f"  {found.message}", hang=4), *next_line(found.next_command)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
 from ckptctl.cli.main import Stopped
-from ckptctl.cli.notifying import Notifier
+from ckptctl.cli.monitoring import Notifier
 from ckptctl.cli.options import NotifyOpt, OptionalRootOpt
 from ckptctl.cli.output import MakeDocument, Output, document_of
 from ckptctl.cli.rendering import (
@@ -44,10 +44,8 @@ from ckptctl.runbook.document import (
     shown,
     used_names,
 )
-from ckptctl.runbook.engine import EXIT_OVERRIDDEN, NoTerminal
-from ckptctl.runbook.record import is_argument
-from ckptctl.runbook.running import How, Ran, run_runbook
-from ckptctl.runbook.transcript import TRANSCRIPT, write_transcript
+from ckptctl.runbook.engine import EXIT_OVERRIDDEN, NoTerminal, Ran, run_runbook
+from ckptctl.runbook.record import TRANSCRIPT, is_argument, write_transcript
 from ckptctl.storage.opening import local_path
 
 EXAMPLES = (
@@ -123,12 +121,21 @@ def runbook(
     continue the run. With --quiet only the chosen step is printed.
     """
     if action == "list":
-        return _list(out)
+        books = [find_runbook(name) for name in runbook_names()]
+        names = (book.name for book in books)
+        out.answer(_runbooks(books), lambda: list_lines(books), bare=names)
+        return 0
     if name is None:
         raise UsageError(f"{action} which runbook?", next_command="ckptctl runbook list")
     book = find_runbook(name)
     if action == "show":
-        return _show(book, out)
+        page = book.text
+        out.answer(
+            _runbooks((book,)), lambda: page_lines(page, out.out.width), bare=page.splitlines()
+        )
+        return 0
+    if sum((dry_run, new, go_on)) > 1:
+        raise OptionError("--dry-run", ", --new and --continue exclude each other")
     typed = [word for word in roots or () if _INPUT.match(word)]
     roots = [word for word in roots or () if word not in typed]
     if not roots:
@@ -157,7 +164,7 @@ def runbook(
                 roots[0],
                 _inputs(inputs),
                 TerminalPrompts(out, yes=yes, dry_run=dry_run, verbose=verbose, repeated=repeated),
-                how=_how(dry_run=dry_run, new=new, go_on=go_on),
+                how="dry" if dry_run else "new" if new else "continue" if go_on else "auto",
                 storage=storage,
             )
         except Stopped as stopped:
@@ -180,21 +187,6 @@ def runbook(
 
 
 _INPUT = re.compile(r"[A-Z][A-Z0-9_]*=")
-
-
-def _list(out: Output) -> int:
-    books = [find_runbook(name) for name in runbook_names()]
-    out.answer(_runbooks(books), lambda: list_lines(books), bare=(book.name for book in books))
-    return 0
-
-
-def _show(book: Runbook, out: Output) -> int:
-    out.answer(
-        _runbooks((book,)),
-        lambda: page_lines(book.text, out.out.width),
-        bare=book.text.splitlines(),
-    )
-    return 0
 
 
 class ShownRunbook(TypedDict):
@@ -234,7 +226,6 @@ def _runbooks(books: Iterable[Runbook]) -> MakeDocument:
 
 
 def _inputs(given: Sequence[str]) -> dict[str, list[str]]:
-    """The values by name; the library determines which of them are lists."""
     inputs: dict[str, list[str]] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
@@ -244,12 +235,6 @@ def _inputs(given: Sequence[str]) -> dict[str, list[str]]:
             )
         inputs.setdefault(name, []).append(value)
     return inputs
-
-
-def _how(*, dry_run: bool, new: bool, go_on: bool) -> How:
-    if sum((dry_run, new, go_on)) > 1:
-        raise OptionError("--dry-run", ", --new and --continue exclude each other")
-    return "dry" if dry_run else "new" if new else "continue" if go_on else "auto"
 
 
 def list_lines(books: Sequence[Runbook]) -> Iterator[Line]:
@@ -523,7 +508,6 @@ class TerminalPrompts:
 
 
 def _absent_logs(wanted: Input, text: str) -> list[str]:
-    """The logs of an input that are on this machine and do not exist."""
     if wanted.type != "log":
         return []
     paths = text.split() if wanted.is_list else [text]

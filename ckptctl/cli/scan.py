@@ -36,7 +36,7 @@ from ckptctl.cli.rendering import (
 )
 from ckptctl.findings import EXIT_FRESH, ClaimName, Report, Severity, Verdict
 from ckptctl.formatting import age, and_more, counted, size, utc
-from ckptctl.model import TrainState, WorldSize
+from ckptctl.model import TrainState
 from ckptctl.options import Parameter, PickPolicy, StorageOptions
 from ckptctl.selection.choosing import KINDS_THAT_COUNT, NoStepReason, PassedOver
 from ckptctl.selection.picking import NEWEST, Scan, step_in_words
@@ -78,7 +78,7 @@ def scan(
         storage=storage,
     )
     if metrics is not None:
-        from ckptctl.cli.metrics import root_samples, write_metrics
+        from ckptctl.cli.monitoring import root_samples, write_metrics
 
         write_metrics(metrics, root_samples(found))
     shown.finish(found)
@@ -214,13 +214,14 @@ class StepTable:
             claim_glyphs(report.claims, unicode=self.unicode),
             "-" if report.verdict is Verdict.UNKNOWN else report.level.value,
             size(report.n_bytes),
-            ranks_word(report.world_size),
+            "-" if (n := report.world_size) is None else f"{n.size}{'+' if n.at_least else ''}",
             age(report.written_s, self.now_s),
             "-" if report.written_s is None else utc(report.written_s).removesuffix(" UTC"),
         )
         mark = STEP_MARKS[state]
         shown = glyph(mark, self.unicode)
-        pointer = self._pointer(report)
+        arrow = StyledText("  ← pick" if self.unicode else "  <- pick", "strong")
+        pointer = (arrow,) if report.url == self.chosen else ()
         row = line(shown, *self._cells((*cells, words), mark.style), *pointer)
         below = ""
         if self.width is not None and row.width > self.width:
@@ -240,11 +241,6 @@ class StepTable:
     def _root_of(self, report: Report) -> str:
         under = [i for i, root in enumerate(self.roots, 1) if report.url.startswith(f"{root}/")]
         return str(max(under, key=lambda i: len(self.roots[i - 1]))) if under else ""
-
-    def _pointer(self, report: Report) -> tuple[StyledText, ...]:
-        if report.url != self.chosen:
-            return ()
-        return (StyledText("  "), StyledText("← pick" if self.unicode else "<- pick", "strong"))
 
     def _cells(self, cells: Sequence[str], verdict_style: Style) -> Iterator[StyledText]:
         step, root, verdict, claims, checked, n_bytes, ranks, written, written_utc, state = cells
@@ -310,13 +306,6 @@ def reason_of(report: Report) -> str:
             return f"{found[0].code}: {message_with_path(found[0])}{and_more(found)}"
     worth_telling = (f for f in report.findings if not report.usable or f.code == "step.pinned")
     return next(map(message_with_path, worth_telling), "")
-
-
-def ranks_word(world_size: WorldSize | None) -> str:
-    """How many ranks wrote a step, as far as that is known."""
-    if world_size is None:
-        return "-"
-    return f"{world_size.size}{'+' if world_size.at_least else ''}"
 
 
 def state_words(state: TrainState) -> str:

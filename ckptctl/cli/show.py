@@ -146,28 +146,21 @@ def _tables(contents: Contents, *, every_tensor: bool, width: int | None) -> Ite
     n_listed = 0
     for files in alike.values():
         rows = by_file[files[0]]
-        groups = (
-            [TensorGroup.of([row]) for row in rows]
-            if every_tensor
-            else grouped(_of_the_model(rows))
-        )
+        if every_tensor:
+            groups = [TensorGroup.of([row]) for row in rows]
+        else:
+            groups = grouped([row for row in rows if row.kind == "model"] or rows)
         n_listed += len(files) * sum(group.n_tensors for group in groups)
         names = [name for name in files if name is not None]
-        yield from section([*_in_files(names), *_tensor_table(groups, width)])
+        each = ", each" if len(names) > 1 else ""
+        head = line("  ", StyledText(safe(some_of(names)), "name"), each, solid=True)
+        yield from section([*([head] if names else ()), *_tensor_table(groups, width)])
     n_more = len(contents.tensors) - n_listed
     if n_more:
         yield from section([line(f"  and {counted(n_more, 'tensor')} more (--tensors)")])
     if contents.unlisted:
         what = f"the tensors of {counted(len(contents.unlisted), 'file')} are not listed"
         yield from section([line(f"  {what}: {some_of(contents.unlisted)}", hang=4)])
-
-
-def _in_files(names: Sequence[str]) -> list[Line]:
-    """The files that hold the tensors of a table."""
-    if not names:
-        return []
-    each = ", each" if len(names) > 1 else ""
-    return [line("  ", StyledText(safe(some_of(names)), "name"), each, solid=True)]
 
 
 _COLUMNS = ("tensor", "dtype", "shape", "chunks", "size")
@@ -188,10 +181,6 @@ def _tensor_table(groups: Sequence[TensorGroup], width: int | None) -> Iterator[
         else:
             yield line("  ", StyledText(row[0], "name"), solid=True)
             yield line("    ", *facts, solid=True)
-
-
-def _of_the_model(rows: Sequence[TensorRow]) -> Sequence[TensorRow]:
-    return [row for row in rows if row.kind == "model"] or rows
 
 
 def _shards(contents: Contents) -> Iterator[Line]:
@@ -223,8 +212,11 @@ class TensorGroup:
     @classmethod
     def of(cls, rows: Sequence[TensorRow]) -> TensorGroup:
         """The rows as one."""
+        # `layers.{0..31}.weight` for `layers.0.weight` to `layers.31.weight`; gaps are listed.
+        columns = zip(*map(_numbers, rows), strict=True)
+        ranges = iter([_number_range({*map(int, column)}) for column in columns])
         return cls(
-            _common_name([row.fqn for row in rows]),
+            _INDEX.sub(lambda _: next(ranges), rows[0].fqn),
             rows[0].dtype,
             rows[0].shape,
             rows[0].whole_shape,
@@ -287,21 +279,10 @@ def _numbers(row: TensorRow) -> list[str]:
     return _INDEX.findall(row.fqn)
 
 
-def _common_name(names: Sequence[str]) -> str:
-    """`layers.{0..31}.weight` for `layers.0.weight` to `layers.31.weight`.
-
-    Numbers that leave a gap are listed: `layers.{0,3}.weight`.
-    """
-    columns = zip(*(_INDEX.findall(name) for name in names), strict=True)
-    shown = iter([_number_range({int(number) for number in column}) for column in columns])
-    return _INDEX.sub(lambda _: next(shown), names[0])
-
-
 _MAX_RANGES = 8
 
 
 def _number_range(numbers: set[int]) -> str:
-    """`7`, `{0..31}`, `{0,3}`, `{0..3,8..11}`."""
     ordered = sorted(numbers)
     if len(ordered) == 1:
         return str(ordered[0])
@@ -313,11 +294,8 @@ def _number_range(numbers: set[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    shown = [_run(run) for run in runs[:_MAX_RANGES]]
+    shown = [
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+        for run in runs[:_MAX_RANGES]
+    ]
     return f"{{{','.join([*shown, '...'] if len(runs) > _MAX_RANGES else shown)}}}"
-
-
-def _run(numbers: Sequence[int]) -> str:
-    if len(numbers) < 3:
-        return ",".join(map(str, numbers))
-    return f"{numbers[0]}..{numbers[-1]}"

@@ -36,7 +36,7 @@ from ckptctl.cli.rendering import (
     section,
     state_lines,
 )
-from ckptctl.findings import ByStore, Report, Severity, Verdict
+from ckptctl.findings import Report, Severity, Verdict
 from ckptctl.formatting import command_line, counted, exact_size, size, utc, when
 from ckptctl.model import Level
 from ckptctl.options import ContentOptions, StorageOptions
@@ -119,15 +119,9 @@ def report_lines(report: Report, now_s: float, *, unicode: bool) -> list[Line]:
         word = "complete, but without an optimizer"
         word = word if report.usable else "complete, but not usable as requested"
     verdict = StyledText(f"{word}{warnings_of(report)}:", STEP_MARKS[state].style)
+    mark, url = glyph(STEP_MARKS[state], unicode), StyledText(report.url, "name")
     return [
-        line(
-            glyph(STEP_MARKS[state], unicode),
-            " ",
-            verdict,
-            " ",
-            StyledText(report.url, "name"),
-            solid=True,
-        ),
+        line(mark, " ", verdict, " ", url, solid=True),
         *(line("  ", fact, hang=4) for fact in _facts(report, now_s)),
         EMPTY,
         *section(claim_lines(report.claims, unicode=unicode)),
@@ -158,9 +152,12 @@ def next_command(report: Report) -> str | None:
     if _lacks_checksums(report):
         return command_line("seal", report.url, "--accept-unverifiable")
     fault = report.with_severity(Severity.FAULT)[0]
-    given = fault.next_command
-    if given is not None and not _repeats(given, report):
-        return given
+    if (given := fault.next_command) is not None:
+        words = shlex.split(given)
+        # Not the same inspection once more, and no `show` of what could not be read.
+        is_blind = words[:2] == ["ckptctl", "show"] and not report.n_tensors
+        if words != ["ckptctl", "verify", report.url] and not is_blind:
+            return given
     if report.verdict is Verdict.UNKNOWN:
         return command_line("doctor", "storage", root)
     if report.verdict in (Verdict.CHANGED, Verdict.UNSAFE) or report.number is None:
@@ -172,24 +169,6 @@ def _lacks_checksums(report: Report) -> bool:
     """Whether nothing is wrong but that no checksum of the bytes exists, as of safetensors."""
     faults = {finding.code for finding in report.with_severity(Severity.FAULT)}
     return faults == {"record.unverifiable"} and report.has_finding("seal.missing")
-
-
-def _repeats(command: str, report: Report) -> bool:
-    """Whether a command inspects the step once more, or shows what could not be read."""
-    words = shlex.split(command)
-    if words == ["ckptctl", "verify", report.url]:
-        return True
-    return words[:2] == ["ckptctl", "show"] and not report.n_tensors
-
-
-def _by_store(found: ByStore) -> str:
-    same = f"{found.n_same:,} of {counted(found.n_files, 'file')}, {exact_size(found.n_bytes)},"
-    unproven = (
-        f"; {found.n_reported:,} of them sealed with the store's checksum alone"
-        if found.n_reported
-        else ""
-    )
-    return f"the store's checksums of {same} match the seal{unproven}; their bytes were not read"
 
 
 def _facts(report: Report, now_s: float) -> list[str]:
@@ -233,8 +212,14 @@ def _facts(report: Report, now_s: float) -> list[str]:
     if report.seal_signer is not None:
         how = "verified" if report.seal_signer_verified else "not checked: --require-signature does"
         facts.append(f"signed by {report.seal_signer}; {how}")
-    if report.by_store is not None and report.by_store.n_same:
-        facts.append(_by_store(report.by_store))
+    by_store = report.by_store
+    if by_store is not None and by_store.n_same:
+        n_bytes = exact_size(by_store.n_bytes)
+        same = f"{by_store.n_same:,} of {counted(by_store.n_files, 'file')}, {n_bytes},"
+        match = f"the store's checksums of {same} match the seal"
+        if by_store.n_reported:
+            match += f"; {by_store.n_reported:,} of them sealed with the store's checksum alone"
+        facts.append(f"{match}; their bytes were not read")
     if report.written_s is not None:
         written = f"written {when(report.written_s, now_s)}, {utc(report.written_s)}"
         facts.insert(1, written)

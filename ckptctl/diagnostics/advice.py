@@ -1,6 +1,6 @@
 """What `doctor` reports: its names, each with what is wrong and what to do, and its results.
 
-`slurm_checks` and `diagnosing` decide what applies, and name the place.
+`slurm` and `diagnosing` decide what applies, and name the place.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Find known mistakes in a job script, an environment or a storage.
 
-The mistakes in a script are found by `slurm_checks`, those in an environment and a storage here.
+The mistakes in a script are found by `slurm`, those in an environment and a storage here.
 Versions are read from the metadata of the installed packages; nothing is
 imported, because importing torch takes seconds.
 """
@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 import ckptctl
 from ckptctl.diagnostics.advice import CHECKS, Advice, Diagnosis, advice_of, diagnosis
-from ckptctl.diagnostics.slurm_checks import check_script
-from ckptctl.diagnostics.slurm_script import read_script
+from ckptctl.diagnostics.slurm import check_script, read_script
 from ckptctl.errors import AlreadyExists, PathNotFound, StorageError, UsageError
 from ckptctl.findings import Severity
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -376,7 +375,6 @@ def _clock(store: Store, folder: str) -> Advice | None:
 
 
 def _removed(store: Store, folder: str) -> Advice | None:
-    """Remove what was written; the advice lists what could not be removed."""
     try:
         with suppress(PathNotFound):
             for info in store.list_dir(folder):

@@ -199,23 +199,20 @@ class DrillJob:
             sections = {"setup": silence, "first-step": silence, "step": step, "checkpoint": step}
             limits += ["--section-timeouts", ",".join(":".join(each) for each in sections.items())]
             limits += ["--out-of-section-timeout", silence]
+        nodes = self.options.nodes.without(without)
+        node_words = ["--nodes", ",".join(nodes.nodes)] if nodes.nodes else []
+        if nodes.world_sizes:
+            node_words += ["--world-sizes", ",".join(map(str, nodes.world_sizes))]
+        if nodes.hosts_file is not None:
+            node_words += ["--hosts-file", nodes.hosts_file]
         command = [word.replace(ROOT_WORD, str(self.root)) for word in self.options.command]
         return own_command(
             *("run", "--config", "none", "--quiet", "--root", str(self.root)),
             *("--backoff", backoff, *log),
-            *("--evidence-dir", str(self.folder / "evidence"), *limits, *self._node_words(without)),
+            *("--evidence-dir", str(self.folder / "evidence"), *limits, *node_words),
             *("--", *self.options.read_only, *command),
             environment=self.environment(),
         )
-
-    def _node_words(self, without: Sequence[str]) -> list[str]:
-        nodes = self.options.nodes.without(without)
-        words = ["--nodes", ",".join(nodes.nodes)] if nodes.nodes else []
-        if nodes.world_sizes:
-            words += ["--world-sizes", ",".join(map(str, nodes.world_sizes))]
-        if nodes.hosts_file is not None:
-            words += ["--hosts-file", nodes.hosts_file]
-        return words
 
     def environment(self) -> dict[str, str]:
         """The environment of `ckptctl run`, of RB-7 and of the job; no argument holds a secret."""
@@ -468,59 +465,36 @@ def copy_step(root: str, step: str, target: Path, storage: StorageOptions) -> st
     The copy has the sentinel of the root, and none of the other records of ckptctl. Raises
     `StorageError` where a file cannot be read or written.
     """
-    above = [*Path(step).parents]  # the folder of the step, up to the root itself
-    with storage_errors(target):
-        if is_local(root):
-            return _copy_local(Path(absolute_url(root)), step, above, target)
-        _download(root, step, above, target, storage)
-        return "download"
-
-
-def _download(
-    root: str, step: str, above: Sequence[Path], target: Path, storage: StorageOptions
-) -> None:
-    with open_store(root, storage) as store:
+    cloned: list[bool] = []
+    with storage_errors(target), open_store(root, storage) as store:
+        # A pipe would be read forever, and a link that leads nowhere is not part of a step.
         wanted = [*store.list_tree(step)]
-        for folder in above:
-            beside = store.list_dir("" if str(folder) == "." else str(folder))
-            wanted += [each for each in beside if each.size <= _BESIDE_BYTES]
+        for above in Path(step).parents:  # the folder of the step, up to the root itself
+            beside = store.list_dir("" if str(above) == "." else str(above))
+            wanted += [info for info in beside if info.size <= _BESIDE_BYTES]
         with suppress(PathNotFound):
-            wanted += [each for each in store.list_dir(OWN_FOLDER) if each.path == ROOT_FILE]
+            wanted += [info for info in store.list_dir(OWN_FOLDER) if info.path == ROOT_FILE]
         for info in wanted:
             if info.kind != "file":
                 continue
             out = target / info.path
             out.parent.mkdir(parents=True, exist_ok=True)
-            spans = [
-                Span(info.path, at, min(_PIECE, info.size - at))
-                for at in range(0, info.size, _PIECE)
-            ]
+            if store.folders is not None:
+                cloned.append(_copy_file(store.folders.path_of(info.path), out))
+                continue
+            starts = range(0, info.size, _PIECE)
+            spans = [Span(info.path, at, min(_PIECE, info.size - at)) for at in starts]
             with out.open("wb") as file:
                 for _, data in store.view_spans(spans):
                     file.write(data)
-
-
-def _copy_local(real: Path, step: str, above: Sequence[Path], target: Path) -> str:
-    # A pipe would be read forever, and a link that leads nowhere is not part of a step.
-    cloned = [
-        _copy_file(path, target / path.relative_to(real))
-        for folder, _, files in os.walk(real / step, followlinks=True)
-        for name in files
-        if (path := Path(folder) / name).is_file()
-    ]
-    for beside in above:
-        for entry in os.scandir(real / beside):
-            if entry.is_file() and entry.stat().st_size <= _BESIDE_BYTES:
-                _copy_file(Path(entry.path), target / Path(entry.path).relative_to(real))
-    if (real / ROOT_FILE).is_file():
-        _copy_file(real / ROOT_FILE, target / ROOT_FILE)
+        if store.folders is None:
+            return "download"
     return "reflink" if cloned and all(cloned) else "copy"
 
 
-def _copy_file(source: Path, target: Path) -> bool:
+def _copy_file(source: str, target: Path) -> bool:
     """Copy one file; whether both share their blocks now."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(open_named(str(source)), "rb") as old, target.open("wb") as new:
+    with os.fdopen(open_named(source), "rb") as old, target.open("wb") as new:
         with suppress(OSError):
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
             return True

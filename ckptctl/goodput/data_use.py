@@ -9,16 +9,17 @@ or the order of a `GlobalLoader`, give exact counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ckptctl.errors import StorageError
 from ckptctl.formats.own.data_ledger import (
-    MODULUS,
     DataFields,
+    EpochFields,
     SampleId,
     SpanFields,
     sum_of,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 FIRST_IDS = 10
 """Ids that a report names."""
-MOST_SEARCHED = 2_000_000
-"""Samples of an epoch in which single ones are searched for."""
 MOST_ORDERED = 20_000_000
 """Samples of an epoch, and trained in it, whose order is computed: a minute."""
 MOST_SAMPLES = 1_000_000_000
@@ -119,35 +118,6 @@ class DataUse:
     next_command: NextCommand
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedEpoch:
-    """What each epoch has to contain: `total` is None for ids from 0 on."""
-
-    count: int
-    total: int | None = None
-    order: Order | None = None
-
-
-@dataclass(slots=True)
-class _Total:
-    count: int = 0
-    total: int = 0
-    ids: list[SampleId] | None = None
-    is_whole: bool = False
-    spans: Sequence[SpanFields] | None = None
-
-
-@dataclass(slots=True)
-class Account:
-    """What a ledger holds: the totals of each epoch since a step."""
-
-    step: int
-    since: int
-    expected: ExpectedEpoch | None
-    epochs: dict[int, _Total]
-    n_unrecorded: int = 0
-
-
 def data_use(
     root: str,
     *,
@@ -173,40 +143,38 @@ def data_use(
         fields, why = opened.read_data_ledger()
         if fields is None:
             return _no_ledger(opened.url, why)
-        account = account_of(fields, samples)
-        flight = _in_flight(opened.store, account.step) if which.endswith("@auto") else None
-        return _answer(opened.url, account, flight, root)
-
-
-# What a ledger holds
-
-
-def account_of(fields: DataFields, samples: int | None = None) -> Account:
-    """What the ledger of a step holds; `samples` is the size of the data set where it has none."""
-    stated = fields["expected"]
-    expected = None if samples is None else ExpectedEpoch(samples)
-    if stated is not None:
-        order = stated["order"]
-        expected = ExpectedEpoch(
-            stated["count"],
-            None if stated["sum"] is None else int(stated["sum"], 16),
-            None
-            if order is None
-            else Order(stated["count"], order["seed"], shuffle=order["shuffle"]),
+        flight = _in_flight(opened.store, fields["step"]) if which.endswith("@auto") else None
+        epochs = tuple(epochs_of(fields, samples))
+        wrong = [epoch for epoch in epochs if epoch.state is EpochState.WRONG]
+        unknown = [epoch for epoch in epochs if epoch.state is EpochState.UNKNOWN]
+        upto = f"up to step {fields['step']:,}"
+        verdict: Verdict = "excluded"
+        exit_code, next_command = 0, None
+        message = f"every sample was trained once {upto}"
+        if wrong:
+            verdict, exit_code = "found", 30
+            next_command = command_line("history", root.rpartition("@")[0] or root)
+            message = f"epoch {wrong[0].epoch}: {'; '.join(_faults_of(wrong[0]))}"
+            if len(wrong) > 1:
+                message += f"; and {counted(len(wrong) - 1, 'more epoch')}"
+        elif unknown or not epochs:
+            verdict, exit_code = "unknown", 31
+            message = f"not known whether samples were repeated or skipped {upto}: "
+            first = unknown[0] if unknown else None
+            message += f"epoch {first.epoch}: {first.why}" if first else "no samples are recorded"
+        unrecorded = fields["unrecorded"]
+        return DataUse(
+            source=opened.url,
+            step=fields["step"],
+            since=fields["since"],
+            verdict=verdict,
+            epochs=epochs,
+            unrecorded_steps=0 if unrecorded is None else unrecorded["count"],
+            in_flight_steps=flight,
+            message=message,
+            exit_code=exit_code,
+            next_command=next_command,
         )
-    unrecorded = fields["unrecorded"]
-    return Account(
-        step=fields["step"],
-        since=fields["since"],
-        expected=expected,
-        epochs={
-            one["epoch"]: _Total(
-                one["count"], int(one["sum"], 16), one["ids"], one["is_whole"], one["spans"]
-            )
-            for one in fields["epochs"]
-        },
-        n_unrecorded=0 if unrecorded is None else unrecorded["count"],
-    )
 
 
 def _in_flight(store: Store, step: int) -> int | None:
@@ -221,105 +189,107 @@ def _in_flight(store: Store, step: int) -> int | None:
 # What became of each epoch
 
 
-def epochs_of(account: Account) -> Iterator[EpochUse]:
-    """What became of the samples of each epoch, the first epoch first."""
-    expected_total = _expected_total(account.expected)
-    newest = max(account.epochs, default=0)
-    oldest = min(account.epochs, default=0)
-    for epoch, own in sorted(account.epochs.items()):
+def epochs_of(fields: DataFields, samples: int | None = None) -> Iterator[EpochUse]:
+    """What became of the samples of each epoch by the ledger of a step, the first epoch first.
+
+    `samples` is the size of the data set where the ledger does not hold it.
+    """
+    stated = fields["expected"]
+    n, total, order = samples, None, None
+    if stated is not None:
+        n, total = stated["count"], None if stated["sum"] is None else int(stated["sum"], 16)
+        if (drawn := stated["order"]) is not None:
+            order = Order(n, drawn["seed"], shuffle=drawn["shuffle"])
+    are_indices = total is None
+    if n is not None and n <= MOST_SAMPLES and total is None:
+        total = sum_of_indices(n)
+    epochs = {epoch["epoch"]: epoch for epoch in fields["epochs"]}
+    oldest, newest = min(epochs, default=0), max(epochs, default=0)
+    for number, own in sorted(epochs.items()):
         yield _Epoch(
-            account,
-            epoch,
+            fields,
             own,
-            expected_total,
-            has_ended=epoch < newest,
-            is_partial=account.since > 0 and epoch == oldest,
+            n,
+            total or 0,
+            order,
+            are_indices=are_indices,
+            has_ended=number < newest,
+            is_partial=fields["since"] > 0 and number == oldest,
         ).use()
-
-
-def _expected_total(expected: ExpectedEpoch | None) -> int:
-    if expected is None or expected.count > MOST_SAMPLES:
-        return 0
-    return sum_of_indices(expected.count) if expected.total is None else expected.total
 
 
 @dataclass(slots=True)
 class _Epoch:
-    """One epoch, and what is known of it."""
+    """One epoch of a ledger; `expected_total` is the digest of the `n_samples` of the data set."""
 
-    account: Account
-    epoch: int
-    own: _Total
+    fields: DataFields
+    own: EpochFields
+    n_samples: int | None
     expected_total: int
+    order: Order | None
+    are_indices: bool
+    """The ids are the numbers from 0 on."""
     has_ended: bool
     is_partial: bool
 
     def use(self) -> EpochUse:
-        own, expected = self.own, self.account.expected
-        if expected is None:
+        own, n, unrecorded = self.own, self.n_samples, self.fields["unrecorded"]
+        if n is None:
             return self._counted_alone()
-        n = expected.count
         if n > MOST_SAMPLES:
             return self._unknown(
                 f"the digest of more than {MOST_SAMPLES:,} samples is not computed",
                 "a ledger of a part of the data set",
             )
-        if (own.count, own.total) == (n, self.expected_total):
+        if (own["count"], int(own["sum"], 16)) == (n, self.expected_total):
             return self._made(EpochState.ONCE, once=n, repeated=0, skipped=0, to_come=0)
         if self.is_partial:
             return self._unknown(
-                f"the ledger began after step {self.account.since:,}, maybe within the epoch",
+                f"the ledger began after step {self.fields['since']:,}, maybe within the epoch",
                 "an epoch that begins and ends in the ledger",
             )
-        if self.account.n_unrecorded:
+        if unrecorded is not None:
             return self._unknown(
-                f"{counted(self.account.n_unrecorded, 'step')} recorded no samples",
+                f"{counted(unrecorded['count'], 'step')} recorded no samples",
                 "a call of DataLedger.add in each step, on every data-parallel rank",
             )
-        if expected.order is not None and own.spans and own.count:
-            found = self._by_order(expected.order, own.spans)
+        if self.order is not None and own["spans"] and own["count"]:
+            found = self._by_order(self.order, own["spans"])
             if found is not None:
                 return found
-        if own.ids is not None:
-            return self._by_ids(own.ids, n)
+        if own["ids"] is not None:
+            return self._by_ids(own["ids"], n)
         return self._by_digest(n)
 
     def _made(self, state: EpochState, **facts: object) -> EpochUse:
-        expected = self.account.expected
-        n_samples = None if expected is None else expected.count
-        facts = {"n_samples": n_samples, "trained": self.own.count, **facts}
-        return EpochUse(epoch=self.epoch, state=state, **facts)  # type: ignore[arg-type]
+        facts = {"n_samples": self.n_samples, "trained": self.own["count"], **facts}
+        return EpochUse(epoch=self.own["epoch"], state=state, **facts)  # type: ignore[arg-type]
 
     def _unknown(self, why: str, would_show: str, **facts: object) -> EpochUse:
         return self._made(EpochState.UNKNOWN, why=why, would_show=would_show, **facts)
 
     def _counted_alone(self) -> EpochUse:
-        """What the ids show where the data set is not known."""
         would_show = "the size of the data set: --samples N, or DataLedger(samples=...)"
-        if self.own.ids is None:
-            return self._unknown(
-                "the samples that an epoch has to contain are not known", would_show
-            )
-        seen = Counter(self.own.ids)
+        seen = Counter(self.own["ids"] or ())
         again = [one for one, n in seen.items() if n > 1]
         facts = {"once": len(seen) - len(again), "repeated": len(again)}
         if not again:
-            return self._unknown(
-                "the samples that an epoch has to contain are not known", would_show, **facts
-            )
+            why = "the samples that an epoch has to contain are not known"
+            known = {} if self.own["ids"] is None else facts
+            return self._unknown(why, would_show, **known)
         return self._made(
             EpochState.WRONG,
             **facts,
-            least_repeated=self.own.count - len(seen),
+            least_repeated=self.own["count"] - len(seen),
             first_repeated=_first(again),
             why="skipped samples are not known, because those of the data set are not",
             would_show=would_show,
         )
 
     def _by_ids(self, ids: Sequence[SampleId], n: int) -> EpochUse:
-        """What the ids show that were kept."""
         seen = Counter(ids)
-        if self.own.is_whole:  # each sample of the data set once, besides them
+        is_whole, are_indices = self.own["is_whole"], self.are_indices
+        if is_whole:  # each sample of the data set once, besides them
             again = list(seen)
             n_seen = n
         else:
@@ -328,13 +298,18 @@ class _Epoch:
         facts: dict[str, object] = {
             "once": n_seen - len(again),
             "repeated": len(again),
-            "least_repeated": self.own.count - n_seen,
+            "least_repeated": self.own["count"] - n_seen,
             "first_repeated": _first(again),
         }
-        are_indices = self.account.expected is not None and self.account.expected.total is None
         n_left = n - n_seen
-        strange = _strange(seen, n) if are_indices else ()
-        if strange or n_left < 0 or (not n_left and not self._has_all(seen)):
+        strange = [
+            one
+            for one in (seen if are_indices else ())
+            if not isinstance(one, int) or not 0 <= one < n
+        ]
+        # As many ids as there are in the data set may be others.
+        are_all = is_whole or n_left or sum_of(tuple(seen)) == self.expected_total
+        if strange or n_left < 0 or not are_all:
             such = f", such as {some_of([str(one) for one in strange[:3]])}" if strange else ""
             return self._unknown(
                 f"ids are not of the data set{such}",
@@ -352,7 +327,8 @@ class _Epoch:
             )
         if self.has_ended:
             facts |= {"skipped": n_left, "least_skipped": n_left, "to_come": 0}
-            facts |= {"first_skipped": _missing(seen, n) if n_left else ()}
+            missing = (one for one in range(n) if one not in seen)
+            facts |= {"first_skipped": tuple(islice(missing, FIRST_IDS)) if n_left else ()}
             is_wrong = bool(again or n_left)
             return self._made(EpochState.WRONG if is_wrong else EpochState.ONCE, **facts)
         if again:
@@ -364,72 +340,31 @@ class _Epoch:
             )
         return self._made(EpochState.ONCE_SO_FAR, **facts, skipped=None, to_come=n_left)
 
-    def _has_all(self, seen: Collection[SampleId]) -> bool:
-        """Whether ids, as many as there are in the data set, are its ids."""
-        return self.own.is_whole or sum_of(tuple(seen)) == self.expected_total
-
     def _by_digest(self, n: int) -> EpochUse:
-        """What count and digest show without ids."""
-        own = self.own
-        if own.count < n and not self.has_ended:
+        count = self.own["count"]
+        if count < n and not self.has_ended:
             return self._unknown(
                 "the epoch has not ended, and neither an order nor ids show its samples",
                 "the end of the epoch, or DataLedger(keep_ids=True)",
                 to_come=None,
             )
-        again, missing = self._few_samples(n) or (None, None)
-        if again is not None and missing is not None:
-            return self._made(
-                EpochState.WRONG,
-                once=n - len(set(again)) - len(missing),
-                repeated=len(set(again)),
-                skipped=len(missing),
-                to_come=0,
-                least_repeated=len(again),
-                least_skipped=len(missing),
-                first_repeated=_first(sorted(set(again))),
-                first_skipped=_first(missing),
-            )
         return self._made(
             EpochState.WRONG,
             to_come=0,
-            least_repeated=max(own.count - n, int(own.count == n)),
-            least_skipped=max(n - own.count, int(own.count == n)),
+            least_repeated=max(count - n, int(count == n)),
+            least_skipped=max(n - count, int(count == n)),
             why="a digest shows that samples were repeated or skipped, not how many",
             would_show="DataLedger(keep_ids=True)",
         )
-
-    def _few_samples(self, n: int) -> tuple[list[int], list[int]] | None:
-        """The repeated and the skipped ids, if they are two at most and ids are indices."""
-        expected, surplus = self.account.expected, self.own.count - n
-        if expected is None or expected.total is not None or n > MOST_SEARCHED or abs(surplus) > 2:
-            return None
-        difference = (self.own.total - self.expected_total) % MODULUS
-        hashes = {sum_of((one,)): one for one in range(n)}
-        if abs(surplus) == 1:
-            one = hashes.get(difference if surplus > 0 else -difference % MODULUS)
-            found = None if one is None else [one]
-            return None if found is None else (found, []) if surplus > 0 else ([], found)
-        for value, one in hashes.items():
-            if surplus == 0:  # the hash of the repeated one, minus that of the skipped one
-                other = hashes.get((value - difference) % MODULUS)
-                if other is not None:
-                    return [one], [other]
-                continue
-            other = hashes.get(((difference if surplus > 0 else -difference) - value) % MODULUS)
-            if other is not None and (other != one or surplus > 0):
-                pair = sorted((one, other))
-                return (pair, []) if surplus > 0 else ([], pair)
-        return None
 
     def _by_order(self, order: Order, spans: Sequence[SpanFields]) -> EpochUse | None:
         """What the order shows at the positions that were trained; None if the digest is another.
 
         Cost: some microseconds for each sample.
         """
-        n, first = order.n_samples, self.epoch * order.n_samples
+        n, first = order.n_samples, self.own["epoch"] * order.n_samples
         n_trained = sum(span["count"] for span in spans)
-        if n_trained != self.own.count or max(n, n_trained) > MOST_ORDERED:
+        if n_trained != self.own["count"] or max(n, n_trained) > MOST_ORDERED:
             return None
         times = [0] * n
         after: int | None = None
@@ -445,7 +380,7 @@ class _Epoch:
         trained = [
             order.sample_at(first + place) for place in range(n) for _ in range(times[place])
         ]
-        if sum_of(trained) != self.own.total:
+        if sum_of(trained) != int(self.own["sum"], 16):
             return None
         end = n if self.has_ended else max(place + 1 for place in range(n) if times[place])
         again = [place for place in range(n) if times[place] > 1]
@@ -468,67 +403,7 @@ def _first(ids: Iterable[SampleId]) -> tuple[SampleId, ...]:
     return tuple(ids)[:FIRST_IDS]
 
 
-def _strange(seen: Collection[SampleId], n: int) -> list[SampleId]:
-    return [one for one in seen if not isinstance(one, int) or not 0 <= one < n]
-
-
-def _missing(seen: Collection[SampleId], n: int) -> tuple[SampleId, ...]:
-    found: list[SampleId] = []
-    for one in range(n):
-        if len(found) == FIRST_IDS:
-            break
-        if one not in seen:
-            found.append(one)
-    return tuple(found)
-
-
-# The answer
-
-
-def _answer(source: str, account: Account, in_flight: int | None, root: str) -> DataUse:
-    epochs = tuple(epochs_of(account))
-    verdict = _verdict(epochs)
-    return DataUse(
-        source=source,
-        step=account.step,
-        since=account.since,
-        verdict=verdict,
-        epochs=epochs,
-        unrecorded_steps=account.n_unrecorded,
-        in_flight_steps=in_flight,
-        message=_message(verdict, epochs, account),
-        exit_code={"found": 30, "excluded": 0, "unknown": 31}[verdict],
-        next_command=command_line("history", root.rpartition("@")[0] or root)
-        if verdict == "found"
-        else None,
-    )
-
-
-def _verdict(epochs: Sequence[EpochUse]) -> Verdict:
-    states = {one.state for one in epochs}
-    if EpochState.WRONG in states:
-        return "found"
-    if EpochState.UNKNOWN in states or not states:
-        return "unknown"
-    return "excluded"
-
-
-def _message(verdict: Verdict, epochs: Sequence[EpochUse], account: Account) -> str:
-    upto = f"up to step {account.step:,}"
-    if verdict == "excluded":
-        return f"every sample was trained once {upto}"
-    if verdict == "unknown":
-        unknown = [one for one in epochs if one.state is EpochState.UNKNOWN]
-        why = unknown[0].why if unknown else "no samples are recorded"
-        where = f"epoch {unknown[0].epoch}: " if unknown else ""
-        return f"not known whether samples were repeated or skipped {upto}: {where}{why}"
-    wrong = [one for one in epochs if one.state is EpochState.WRONG]
-    return f"epoch {wrong[0].epoch}: {'; '.join(faults_of(wrong[0]))}" + (
-        f"; and {counted(len(wrong) - 1, 'more epoch')}" if len(wrong) > 1 else ""
-    )
-
-
-def faults_of(epoch: EpochUse) -> Iterator[str]:
+def _faults_of(epoch: EpochUse) -> Iterator[str]:
     """The repeated and the skipped samples of an epoch, each in a few words."""
     of = "" if epoch.n_samples is None else f" of {epoch.n_samples:,}"
     for exact, least, word in (

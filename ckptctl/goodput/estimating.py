@@ -4,14 +4,14 @@ Numbers that the caller does not give are those that attempts recorded, or are m
 root, and each is reported with its origin. The formulas stand first; their times are in seconds.
 The best interval, of Young and Daly, is the time of training between two saves.
 
-Sources: J. W. Young, 1974; J. T. Daly, 2006; Kokolis et al., arXiv 2410.21680.
+Sources: J. W. Young, 1974; J. T. Daly, 2006.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -25,22 +25,12 @@ from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.selection.empty_roots import check_has_steps
 from ckptctl.selection.roots import list_root
 from ckptctl.selection.watching import pauses_s
-from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptctl.goodput.history import RunHistory
-
-
-def mtbf_of(n_nodes: int, failures_per_node_day: float) -> float:
-    """Mean time between failures of a job on `n_nodes`, in seconds.
-
-    Measured fleets: 0.0065 and 0.00234 failures per node and day (Kokolis et al.). Holds for
-    large jobs; small ones failed less often than the formula predicts.
-    """
-    return DAY_S / (n_nodes * failures_per_node_day)
 
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
@@ -96,8 +86,7 @@ def cadence_of(interval_s: float | None, save_s: float | None, mtbf_s: float | N
 class Given:
     """One number that the answer rests on.
 
-    `source` is `given`, `measured` (file times of the newest steps), `recorded` (by the attempts)
-    or `worked out`.
+    `source` is `given`, `measured` (file times of the newest steps), or `recorded` by the attempts.
     """
 
     name: str
@@ -166,24 +155,6 @@ class Measured:
     save_s: float | None = None
     n_bytes: int | None = None
 
-    @property
-    def why_unknown(self) -> str:
-        """Why there is no interval."""
-        if self.n_steps < 2:
-            return "fewer than two saves: how often this run saves cannot be measured yet"
-        return (
-            "how often this run saves is unknown: its steps are less than a second apart, perhaps "
-            "the times of a copy"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    number: int
-    first_s: float
-    last_s: float
-    n_bytes: int
-
 
 def measured(
     root: str, storage: StorageOptions = StorageOptions(), pattern: str | None = None
@@ -191,29 +162,30 @@ def measured(
     """Measurements of the steps under a root.
 
     Raises `StorageError`, and `UsageError` for a path that is no root.
-    Cost: two listings, and one for each of at most `MOST_STEPS` steps.
+    Cost: one listing, and one for each of at most `MOST_STEPS` steps.
     """
+    written_s: dict[int, float] = {}
+    saves_s: list[float] = []
+    sizes: list[int] = []
     with open_store(root, storage) as store:
-        check_has_steps(store, list_root(store, compile_pattern(pattern)))
-        saved = [*_saved(store, pattern)]
-    if not saved:
+        listing = list_root(store, compile_pattern(pattern))
+        check_has_steps(store, listing)
+        for step in listing.steps[:MOST_STEPS]:
+            # Files that ckptctl writes into a step later are not part of the save.
+            files = [file for file in list_step(store, step.name) if not is_own(file.path)]
+            times = [file.mtime_s for file in files if file.mtime_s is not None]
+            if times:
+                written_s[step.number] = max(times)
+                saves_s.append(max(times) - min(times))
+                sizes.append(sum(file.size for file in files))
+    if not saves_s:
         return Measured(0)
-    n_bytes = round(median(save.n_bytes for save in saved))
-    between_s = pauses_s({save.number: save.last_s for save in saved})
+    n_bytes = round(median(sizes))
+    between_s = pauses_s(written_s)
     interval_s = median(between_s) if between_s else None
-    if len(saved) > 1 and (interval_s is None or interval_s < 1):
-        return Measured(len(saved), n_bytes=n_bytes)
-    save_s = median(save.last_s - save.first_s for save in saved)
-    return Measured(len(saved), interval_s, save_s, n_bytes)
-
-
-def _saved(store: Store, pattern: str | None) -> Iterator[_Saved]:
-    for step in list_root(store, compile_pattern(pattern)).steps[:MOST_STEPS]:
-        # Files that ckptctl writes into a step later are not part of the save.
-        files = [file for file in list_step(store, step.name) if not is_own(file.path)]
-        times = [one.mtime_s for one in files if one.mtime_s is not None]
-        if times:
-            yield _Saved(step.number, min(times), max(times), sum(one.size for one in files))
+    if len(saves_s) > 1 and (interval_s is None or interval_s < 1):
+        return Measured(len(saves_s), n_bytes=n_bytes)
+    return Measured(len(saves_s), interval_s, median(saves_s), n_bytes)
 
 
 def recovery_cost(
@@ -222,8 +194,6 @@ def recovery_cost(
     interval_s: float | None = None,
     save_s: float | None = None,
     mtbf_s: float | None = None,
-    n_nodes: int | None = None,
-    failures_per_node_day: float | None = None,
     reschedule_s: float | None = None,
     connect_s: float | None = None,
     load_s: float | None = None,
@@ -236,8 +206,7 @@ def recovery_cost(
 
     T0 is half of `interval_s`; T1 to T4 are what rescheduling, connecting the ranks,
     loading and compiling take. `save_s` is how long training pauses for a save.
-    `mtbf_s` is the mean time between failures; else `n_nodes` and
-    `failures_per_node_day` give it.
+    `mtbf_s` is the mean time between failures.
 
     With a `root`, what is not given is taken from the record of its attempts (`run_history`).
     Failures of the last 24 hours of running count alone where they are significantly more
@@ -256,9 +225,8 @@ def recovery_cost(
         "connect": connect_s,
         "load": load_s,
         "compile": compile_s,
-        "failures-per-node-day": failures_per_node_day,
     }
-    _check(times, n_nodes, root)
+    _check(times, root)
     seen, past = Measured(0), None
     if root is not None:
         (storage,) = options_from(keywords, storage)
@@ -266,40 +234,72 @@ def recovery_cost(
 
         seen = measured(root, storage, pattern)
         past = run_history(root, storage=storage)
-    recorded = {} if past is None else _recorded(past)
-    given: list[Given] = []
-    lost = recorded.get("lost") if interval_s is None else None
-    interval_s = _known(given, "interval", interval_s, recorded.get("interval") or seen.interval_s)
-    save_s = _known(given, "save", save_s, recorded.get("save") or seen.save_s or None)
-    if mtbf_s is None and n_nodes is not None and failures_per_node_day is not None:
-        mtbf_s = mtbf_of(n_nodes, failures_per_node_day)
-        given.append(Given("mtbf", mtbf_s, "s", "worked out"))
-    else:
-        mtbf_s = _known(given, "mtbf", mtbf_s, recorded.get("mtbf"))
-    starting = [
-        (name, _known(given, name, value, recorded.get(name)))
-        for name, value in (
-            ("reschedule", reschedule_s),
-            ("connect", connect_s),
-            ("load", load_s),
-            ("compile", compile_s),
-        )
-    ]
-    if lost is not None:
+    of = {} if past is None else _recorded(past)
+    lost = of.pop("lost", None)
+    for name, seconds in (("interval", seen.interval_s), ("save", seen.save_s)):
+        if seconds and name not in of:
+            of[name] = Given(name, seconds, "s", "measured")
+    for option, value in times.items():
+        name = option.removesuffix("-time")
+        if value is not None:
+            of[name] = Given(name, value, "s", "given")
+    numbers = {name: of[name].value if name in of else None for name in _NUMBERS}
+    interval_s, save_s, mtbf_s = numbers["interval"], numbers["save"], numbers["mtbf"]
+    startup_s = sum(numbers[name] or 0.0 for name in _STARTING)
+    rollback_s = None if interval_s is None else interval_s / 2
+    given = [of[name] for name in _NUMBERS if name in of]
+    if lost is not None and times["interval"] is None:
+        rollback_s = lost.value
         given.append(lost)
     if seen.n_bytes is not None:
         given.append(Given("step", seen.n_bytes, "B", "measured"))
-    startup_s = sum(value for _, value in starting if value is not None)
-    answer = _answer(root, seen, tuple(given), startup_s)
-    return replace(
-        answer,
+    per_failure_s = None if rollback_s is None else rollback_s + startup_s
+    daly_s = best_share = None
+    if mtbf_s is not None and save_s:
+        daly_s = daly_interval(save_s, mtbf_s)
+        best_share = effective_share(daly_s, save_s, mtbf_s, startup_s)
+    shares: list[float | None] = [None, None, None]
+    if mtbf_s is not None and interval_s is not None and save_s is not None:
+        # The interval counts from save to save; the rest of it is training.
+        training_s = max(0.0, interval_s - save_s)
+        shares = [
+            None if each is None else effective_share(training_s, save_s, each, startup_s)
+            for each in (mtbf_s, of["mtbf"].low, of["mtbf"].high)
+        ]
+    message = "how often this run saves is unknown: its steps are less than a second apart"
+    message += ", perhaps the times of a copy"
+    if seen.n_steps < 2:
+        message = "fewer than two saves: how often this run saves cannot be measured yet"
+    if per_failure_s is not None:
+        message = f"a failure costs {_duration(per_failure_s)} on average"
+        if daly_s is not None and interval_s is not None and mtbf_s is not None:
+            message += f", {DAY_S / mtbf_s:.3g} times a day; best save every {_duration(daly_s)}"
+            message += f" (now {_duration(interval_s)})"
+    return RecoveryCost(
+        given=tuple(given),
+        rollback_s=rollback_s,
+        startup_s=startup_s,
+        per_failure_s=per_failure_s,
+        daly_s=daly_s,
+        share=shares[0],
+        share_low=shares[1],
+        share_high=shares[2],
+        best_share=best_share,
+        message=message,
+        exit_code=0,
+        next_command=_next(root, interval_s, save_s, mtbf_s),
+        cadence=cadence_of(interval_s, save_s, mtbf_s),
         goodput=None if past is None else past.goodput.goodput,
-        unknown=tuple(name for name, value in starting if value is None),
+        unknown=tuple(name for name in _STARTING if numbers[name] is None),
     )
 
 
+_STARTING = ("reschedule", "connect", "load", "compile")
+_NUMBERS = ("interval", "save", "mtbf", *_STARTING)
+"""The times that an answer rests on, in the order in which it lists them."""
+
+
 def _recorded(past: RunHistory) -> dict[str, Given]:
-    """What attempts recorded, each with the number of observations."""
     found: dict[str, Given] = {}
     for name, part in (
         ("reschedule", "restart_s"),
@@ -336,10 +336,10 @@ def _recorded(past: RunHistory) -> dict[str, Given]:
 
 
 _LEAST, _MOST = 1e-9, 1e12
-"""The bounds of what is given: seconds, numbers of nodes, failures a day."""
+"""The bounds of what is given, in seconds."""
 
 
-def _check(times: Mapping[str, float | None], n_nodes: int | None, root: str | None) -> None:
+def _check(times: Mapping[str, float | None], root: str | None) -> None:
     for name, value in times.items():
         may_be_0 = name in ("reschedule", "connect", "load", "compile", "save-time")
         if value is not None and not (_LEAST <= value <= _MOST or (may_be_0 and value == 0)):
@@ -356,87 +356,11 @@ def _check(times: Mapping[str, float | None], n_nodes: int | None, root: str | N
             "--save-time must be shorter than --interval; give the time that a save takes from "
             "training",
         )
-    if n_nodes is not None and not 1 <= n_nodes <= _MOST:
-        raise OptionError("--nodes", f"is {n_nodes}; it must be from 1 to {_MOST:g}")
-    if times["mtbf"] is None and (n_nodes is None) != (times["failures-per-node-day"] is None):
-        raise OptionError(
-            "--nodes",
-            "and --failures-per-node-day belong together",
-            next_command="ckptctl cost --interval TIME --nodes NODES --failures-per-node-day RATE",
-        )
     if root is None and times["interval"] is None:
         raise UsageError(
             "the interval between saves is unknown: give the root of a run, or --interval",
             next_command="ckptctl cost ROOT --mtbf TIME",
         )
-
-
-def _known(
-    given: list[Given], name: str, value: float | None, found: Given | float | None
-) -> float | None:
-    """The value that is used; its origin is added to `given`."""
-    if value is not None:
-        given.append(Given(name, value, "s", "given"))
-        return value
-    if found is None:
-        return None
-    given.append(found if isinstance(found, Given) else Given(name, found, "s", "measured"))
-    return given[-1].value
-
-
-def _answer(
-    root: str | None, seen: Measured, given: tuple[Given, ...], startup_s: float
-) -> RecoveryCost:
-    of = {each.name: each for each in given}
-    interval_s, save_s, mtbf_s = (
-        of[name].value if name in of else None for name in ("interval", "save", "mtbf")
-    )
-    rollback_s = None if interval_s is None else interval_s / 2
-    if "lost" in of:
-        rollback_s = of["lost"].value
-    per_failure_s = None if rollback_s is None else rollback_s + startup_s
-    daly_s = best_share = None
-    shares: list[float | None] = [None, None, None]
-    if mtbf_s is not None and save_s:
-        daly_s = daly_interval(save_s, mtbf_s)
-        best_share = effective_share(daly_s, save_s, mtbf_s, startup_s)
-    if mtbf_s is not None and interval_s is not None and save_s is not None:
-        # The interval counts from save to save; the rest of it is training.
-        shares = [
-            None
-            if each is None
-            else effective_share(max(0.0, interval_s - save_s), save_s, each, startup_s)
-            for each in (mtbf_s, of["mtbf"].low, of["mtbf"].high)
-        ]
-    return RecoveryCost(
-        given=given,
-        rollback_s=rollback_s,
-        startup_s=startup_s,
-        per_failure_s=per_failure_s,
-        daly_s=daly_s,
-        share=shares[0],
-        share_low=shares[1],
-        share_high=shares[2],
-        best_share=best_share,
-        message=(
-            seen.why_unknown
-            if per_failure_s is None
-            else _message(interval_s, per_failure_s, daly_s, mtbf_s)
-        ),
-        exit_code=0,
-        next_command=_next(root, interval_s, save_s, mtbf_s),
-        cadence=cadence_of(interval_s, save_s, mtbf_s),
-    )
-
-
-def _message(
-    interval_s: float | None, per_failure_s: float, daly_s: float | None, mtbf_s: float | None
-) -> str:
-    message = f"a failure costs {_duration(per_failure_s)} on average"
-    if daly_s is None or interval_s is None or mtbf_s is None:
-        return message
-    message += f", {DAY_S / mtbf_s:.3g} times a day; best save every {_duration(daly_s)}"
-    return message + f" (now {_duration(interval_s)})"
 
 
 def _next(

@@ -1,4 +1,4 @@
-"""Collect what this node sees of the storage, compare it among nodes, and probe it with writes.
+"""Collect what each node sees of the storage, compare it among nodes, and probe it with writes.
 
 One listing of the root, the chosen step's metadata, some megabytes of one of its shard files, the
 mount and the space that is left. A node whose mount is missing, stale or another one is named.
@@ -7,37 +7,44 @@ The probe writes files whose content anyone can compute again to a folder of its
 root's `.ckptctl/`, flushes them, drops them from the cache of this node, reads them back and
 compares: on the node that wrote them, and on another where there are several. It is bounded in
 bytes and in time, and its folder is always removed.
+
+On other nodes `srun`, `kubectl exec`, `ssh` or any other command runs `ckptctl preflight
+--node-report`, which prints one line of JSON for each process: several nodes are compared in one
+way, however they were started.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ckptctl.errors import AccessDenied, StorageError, UsageError
+import msgspec
+
+from ckptctl.distributed.commands import run_bounded
+from ckptctl.errors import AccessDenied, OptionError, StorageError, StorageUnavailable, UsageError
 from ckptctl.findings import EXIT_DENIED
+from ckptctl.formats.bounded_json import decode_json
 from ckptctl.formats.digests import sha256_of
 from ckptctl.formats.frameworks.layouts import METADATA, OWN_FOLDER
 from ckptctl.formatting import command_line, counted, some_of
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import NonNegative
+from ckptctl.options import StorageOptions
 from ckptctl.preflight_checks.results import Check, CheckOutcome, NodeFacts
+from ckptctl.starting import find_program, own_command
 from ckptctl.storage.contract import Store, list_if_there, read_range
+from ckptctl.storage.opening import absolute_url, join_url, name_below, open_store
 
 PROBE_BYTES = 16 << 20
 _SOME_BYTES = 1 << 20
 _MAX_METADATA = 4 << 30
-
-
-def _host_name() -> str:
-    import socket
-
-    return socket.gethostname()
 
 
 def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFacts:
@@ -47,7 +54,7 @@ def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFac
     the reads over the shard files.
     Cost: two listings, one read of each metadata file, one read of at most `PROBE_BYTES`.
     """
-    host = _host_name()
+    host = socket.gethostname()
     try:
         names = _names(store)
         system = store.folders.file_system() if store.folders is not None else None
@@ -70,7 +77,6 @@ def facts_of_this_node(store: Store, step: str | None, rank: int = 0) -> NodeFac
 
 
 def _names(store: Store) -> list[str]:
-    """What lies under the root; nothing where it is not there yet."""
     entries = list_if_there(store, "")
     return [f"{one.kind} {one.path}" for one in entries if one.path != OWN_FOLDER]
 
@@ -129,10 +135,14 @@ def _check_same(root: str, nodes: Sequence[NodeFacts]) -> Iterator[Check]:
     for what, of in (("names under the root", "listing"), ("metadata of the step", "metadata")):
         others = [one for one in nodes if getattr(one, of) != getattr(first, of)]
         if others:
-            seen = f" ({others[0].n_names} names there, {first.n_names} here)"
+            other = others[0]
+            seen = f" ({other.n_names} names there, {first.n_names} here)"
+            mounts = f"{other.mount or 'no mount'} there, {first.mount or 'no mount'} here"
+            if first.mount == other.mount:
+                mounts = "a stale mount, or one that is still being updated"
             yield _failed(
                 f"{_hosts(others)} sees other {what} than {first.host}"
-                f"{seen if of == 'listing' else ''}: {_mounts(first, others[0])}",
+                f"{seen if of == 'listing' else ''}: {mounts}",
                 f"srun --ntasks-per-node=1 {command_line('preflight', root)}",
             )
             return
@@ -151,12 +161,6 @@ def _seen(nodes: Sequence[NodeFacts]) -> str:
     return f"{by}: {first.n_names} names under the root{speed}{room}" + (
         f" ({first.mount})" if first.mount else ""
     )
-
-
-def _mounts(first: NodeFacts, other: NodeFacts) -> str:
-    if first.mount == other.mount:
-        return "a stale mount, or one that is still being updated"
-    return f"{other.mount or 'no mount'} there, {first.mount or 'no mount'} here"
 
 
 def _hosts(nodes: Sequence[NodeFacts]) -> str:
@@ -274,14 +278,14 @@ class StorageProbe:
                 name = f"{self._folder}/{number}.bin"
                 self._names.append(name)
                 self._store.put_pieces(
-                    name, partial(_pieces, int(self._id, 16) + number), FILE_BYTES
+                    name, partial(_content, int(self._id, 16) + number), FILE_BYTES
                 )
                 n_files += 1
                 self._forget(name)
         except StorageError as error:
             failed = error
         return Written(
-            _host_name(),
+            socket.gethostname(),
             f"{self._id}/{n_files}",
             time.monotonic() - began_s,
             failed.message if failed else None,
@@ -290,7 +294,7 @@ class StorageProbe:
 
     def compare(self, written: Written) -> Compared:
         """Read what this or another process wrote; an error is part of the answer."""
-        host = _host_name()
+        host = socket.gethostname()
         began_s = time.monotonic()
         n_bytes = 0
         wrong: list[str] = []
@@ -321,20 +325,16 @@ class StorageProbe:
             os.close(fd)
 
 
-def _pieces(seed: int) -> Iterator[memoryview]:
-    return (memoryview(block) for block in _content(seed))
-
-
-def _content(seed: int) -> Iterator[bytes]:
+def _content(seed: int) -> Iterator[memoryview]:
     """The blocks of one file, without a byte of zero: a lost block differs in every byte."""
     import random
 
     made = random.Random(seed)  # noqa: S311 - the same bytes again are what is wanted
     for _ in range(FILE_BYTES // _BLOCK):
-        yield made.randbytes(_BLOCK).replace(b"\0", b"\1")
+        yield memoryview(made.randbytes(_BLOCK).replace(b"\0", b"\1"))
 
 
-def _difference(number: int, offset: int, expected: bytes, found: bytes) -> str:
+def _difference(number: int, offset: int, expected: memoryview, found: bytes) -> str:
     places = [at for at in range(len(expected)) if expected[at] != found[at]]
     zeros = " of zeros" if not any(found[places[0] : places[-1] + 1]) else ""
     return (
@@ -372,3 +372,159 @@ def check_probe(written: Sequence[Written], compared: Sequence[Compared]) -> Che
         f"{min(wrote):,.0f} MB/s, read at {min(read):,.0f} MB/s, the slowest of "
         f"{counted(len(written), 'process', 'processes')}",
     )
+
+
+SCHEMA = "ckptctl.node/1"
+PATIENCE = 10
+"""A launcher may take so many times the timeout of the storage: it may have to wait for nodes."""
+_MOST_PROCESSES = 4096
+_MOST_BYTES = 1 << 20
+"""The report of one process."""
+_TOKEN = re.compile(r"[0-9a-f]{12}/[0-9]{1,2}")
+# They are about the process that was typed, and not about those on other nodes.
+_NOT_HANDED_ON = (
+    "CKPTCTL_JSON",
+    "CKPTCTL_QUIET",
+    "CKPTCTL_REPORT",
+    "CKPTCTL_LAUNCHER",
+    "CKPTCTL_HEARTBEAT_KEY",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What one process on a node saw, and prints as a line of JSON."""
+
+    roots: tuple[NodeFacts, ...]
+    """What this process found in each root, in their order."""
+    written: Written | None = None
+    """What this process wrote for the probe; null without one."""
+    compared: Compared | None = None
+    """What this process read of the probe that it was given; null without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A command that runs another one on nodes of the job, as a list of arguments.
+
+    The last argument may be the ckptctl that is there (`kubectl exec worker-0 -- ckptctl`);
+    otherwise this one is run by its path, as on a shared file system.
+    """
+
+    words: tuple[str, ...]
+    timeout_s: float = 300.0
+
+    def reports(
+        self, arguments: Sequence[str], variables: Mapping[str, str], n_roots: int
+    ) -> tuple[NodeReport, ...]:
+        """What the processes report that `ckptctl preflight ARGUMENTS` started, of `n_roots`.
+
+        They get `variables` where the launcher passes its environment on, as `srun` does.
+        Raises `UsageError` where there is no such command, `StorageUnavailable` where it
+        fails, takes too long, or no process reports.
+        """
+        kept = {k: v for k, v in os.environ.items() if k not in _NOT_HANDED_ON}
+        own = own_command("preflight", *arguments, environment={**kept, **variables})
+        if os.path.basename(self.words[-1]) == "ckptctl":
+            own = own._replace(words=("preflight", *arguments))
+        name = self.words[0]
+        if find_program(name, own.environment) is None:
+            raise OptionError(
+                "--launcher", f": there is no command {name!r} in the absolute folders of PATH"
+            )
+        try:
+            words = [*self.words, *own.words]
+            done = run_bounded(words, self.timeout_s, environment=own.environment)
+        except TimeoutError as error:
+            raise StorageUnavailable(
+                f"the launcher {name} did not end within {self.timeout_s:,.0f} s; it is unknown "
+                "what the nodes of the job see"
+            ) from error
+        code, printed, stderr = done
+        reports = tuple(_reports_in(printed, n_roots))
+        if code or not reports:
+            lines = stderr.strip().splitlines() or ["it printed nothing on standard error"]
+            last = next((line for line in lines if "error:" in line), lines[-1])
+            what = "printed no report" if not code else f"ended with {code}"
+            raise StorageUnavailable(
+                f"the launcher {name} {what}, so it is unknown what the nodes of the job see: "
+                f"{last[:400]}",
+                next_command="ckptctl preflight --help",
+            )
+        return reports
+
+
+def _reports_in(printed: str, n_roots: int) -> Iterator[NodeReport]:
+    """The reports among the lines; `srun --label` and `kubectl --prefix` put words in front."""
+    n_found = 0
+    for line in printed.splitlines():
+        start = line.find('{"schema": "' + SCHEMA)
+        if start < 0 or n_found == _MOST_PROCESSES:
+            continue
+        n_found += 1
+        try:
+            report = msgspec.convert(
+                decode_json(line[start:], max_bytes=_MOST_BYTES), type=NodeReport
+            )
+            if len(report.roots) != n_roots:
+                raise ValueError("roots")
+            if report.written is not None:
+                probe_of(report.written.token)
+        except (ValueError, msgspec.ValidationError, UsageError) as error:
+            raise StorageUnavailable(
+                f"a node printed a report that cannot be read ({type(error).__name__}): "
+                f"{line[start : start + 200]}"
+            ) from error
+        yield report
+
+
+def probe_of(token: str) -> Written:
+    """What the probe with this token wrote; raises `UsageError` for another word."""
+    if _TOKEN.fullmatch(token) is None:
+        raise UsageError(f"{token!r} is not the name of a storage probe")
+    return Written("", token, 0.0)
+
+
+def report_from_here(
+    roots: Sequence[str], step: str, probe: str | None, storage: StorageOptions
+) -> dict[str, object]:
+    """What this process sees of the roots, as a document.
+
+    `step` is the URL of the chosen step, empty where there is none; it is inspected in the
+    root that holds it. `probe` is the token of a probe in the first root: its files are
+    compared, and files of this process are written and left for the one who asked.
+    """
+    with ExitStack() as stack:
+        stores = [stack.enter_context(open_store(root, storage)) for root in roots]
+        report = NodeReport(
+            tuple(facts_of_this_node(store, step_in(store, step)) for store in stores)
+        )
+        if probe is not None:
+            own_probe = StorageProbe(stores[0])
+            compared = own_probe.compare(probe_of(probe))
+            report = replace(report, written=own_probe.write(), compared=compared)
+        return {"schema": SCHEMA, **msgspec.to_builtins(report)}
+
+
+def holds(store: Store, step: str) -> bool:
+    """Whether a step, by its URL, is in this root."""
+    return bool(step) and join_url(store.url, name_below(store.url, step)) == step
+
+
+def step_in(store: Store, step: str) -> str | None:
+    """The name of a step in this root; None where it is in another."""
+    return name_below(store.url, step) if holds(store, step) else None
+
+
+def arguments(
+    roots: Sequence[str], step: str, probe: Written | None, storage: StorageOptions
+) -> list[str]:
+    """The arguments of the `preflight` that reports from a node; none is a secret.
+
+    Secrets reach the storage through the environment: see `StorageOptions.variables`.
+    """
+    words = [absolute_url(root) for root in roots]
+    words += ["--config", "none"]
+    words += ["--node-report", f"{absolute_url(step)}" if step else "none"]
+    words += ["--node-probe", probe.token] if probe is not None else []
+    return [*words, *storage.public().arguments()]

@@ -7,7 +7,6 @@ torchrun), rank 0 chooses, every process inspects the storage, and all return th
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -27,18 +26,22 @@ from ckptctl.formats.frameworks.layouts import shard_rank
 from ckptctl.formats.own.contract import Drift, Terms, drift, stated_by_one, terms_of
 from ckptctl.formats.own.files import ATTEMPTS_FOLDER
 from ckptctl.formats.own.ledger import ResumeFields, read_report, report_paths
-from ckptctl.formatting import command_line, counted, percent, some_of
+from ckptctl.formatting import command_line, counted, percent, some_of, utc
 from ckptctl.inspection.inspecting import train_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.model import Level
 from ckptctl.options import PickKeywords, PickPolicy, Requirements, StorageOptions, options_from
-from ckptctl.preflight_checks.launching import Launcher, NodeReport, arguments, holds, step_in
 from ckptctl.preflight_checks.nodes import (
+    Launcher,
+    NodeReport,
     StorageProbe,
     Written,
+    arguments,
     check_nodes,
     check_probe,
     facts_of_this_node,
+    holds,
+    step_in,
 )
 from ckptctl.preflight_checks.results import Capacity, Check, CheckOutcome, NodeFacts, Preflight
 from ckptctl.selection.choosing import Answer, search
@@ -144,7 +147,6 @@ def preflight(
 def _open_roots(
     stack: ExitStack, roots: Roots, picked: Pick, storage: StorageOptions
 ) -> dict[str, Store]:
-    """The mandatory roots, the first one first, and the one that holds the chosen step."""
     opened = {
         url: stack.enter_context(open_store(url, storage))
         for url in dict.fromkeys((roots.first, *roots.urls))
@@ -192,7 +194,6 @@ class _PreflightJob:
         return nodes, probe
 
     def _launch(self, probe: Written | None) -> tuple[NodeReport, ...]:
-        """What the processes report that the launchers start on other nodes."""
         step = self.picked.chosen.url if self.picked.chosen else ""
         words = arguments(list(self.stores), step, probe, self.storage)
         variables, n_roots = self.storage.variables(), len(self.stores)
@@ -228,9 +229,12 @@ class _PreflightJob:
         room = self.room_for * (chosen.n_bytes if chosen else 0) if self.room_for else None
         reports = self._reports()
         scan_again = command_line("scan", *self.roots.words, "--level", "content")
+        # What no step holds is a warning, and stops nothing.
+        lacks = _CORRECT_RESUME.intersection(self.picked.absent)
+        outcome = CheckOutcome.WARNING if lacks else CheckOutcome.OK
         checks = [
             _check_pick(self.picked),
-            _check_state(self.picked),
+            Check("state", outcome, self.picked.about_state) if chosen else None,
             *_check_roots(self.roots, nodes, room),
             probe,
             check_damage(store, reports, scan_again),
@@ -324,14 +328,6 @@ def _check_pick(picked: Pick) -> Check:
 
 
 _CORRECT_RESUME = {"model", "optimizer", "rng", "dataloader"}
-
-
-def _check_state(picked: Pick) -> Check | None:
-    """What the chosen step restores. What no step holds is a warning, and stops nothing."""
-    if picked.chosen is None:
-        return None
-    short = _CORRECT_RESUME.intersection(picked.absent)
-    return Check("state", CheckOutcome.WARNING if short else CheckOutcome.OK, picked.about_state)
 
 
 def _check_recomputed(
@@ -447,20 +443,15 @@ def check_damage(store: Store, reports: Sequence[Report], next_command: str) -> 
     if len(damaged) < 2:
         return None
     steps = ", ".join(str(one.number) for one in damaged)
-    shared = _writers(damaged, ranks_per_node(store)) + _times(damaged, reports)
+    # By the newest resume on record.
+    newest = next((record for _, record in _resumes(store) if record is not None), None)
+    cluster = (None if newest is None else newest.cluster) or {}
+    per_node = cluster.get("local_world_size")
+    per_node = per_node if isinstance(per_node, int) and per_node > 0 else None
+    shared = _writers(damaged, per_node) + _times(damaged, reports)
     words = f"steps {steps} are damaged: "
     words += "; ".join(shared) if shared else "they have no writer and no time in common"
     return Check("damage", CheckOutcome.WARNING, words, next_command=next_command)
-
-
-def ranks_per_node(store: Store) -> int | None:
-    """How many ranks each node had by the newest resume on record; None where there is none."""
-    for _, record in _resumes(store):
-        if record is None:
-            continue
-        ranks = (record.cluster or {}).get("local_world_size")
-        return ranks if isinstance(ranks, int) and ranks > 0 else None
-    return None
 
 
 def check_writers(store: Store, chosen: Report | None) -> Check | None:
@@ -549,19 +540,9 @@ def _times(damaged: Sequence[Report], reports: Sequence[Report]) -> list[str]:
     times = [one.written_s for one in damaged if one.written_s is not None]
     if len(times) < len(damaged):
         return []
-    first, last = min(times), max(times)
-    between = [
-        one
-        for one in reports
-        if one.usable and one.written_s is not None and first < one.written_s < last
-    ]
-    if between:
+    first_s, last_s = min(times), max(times)
+    if any(one.usable and first_s < (one.written_s or 0.0) < last_s for one in reports):
         return []
-    if _utc(first) == _utc(last):
-        return [f"all were written at {_utc(first)}, and no good one then"]
-    return [f"all were written between {_utc(first)} and {_utc(last)}, and no good one then"]
-
-
-def _utc(seconds: float) -> str:
-    at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    return at.strftime("%Y-%m-%d %H:%M UTC")
+    first, last = (f"{utc(at_s)[:16]} UTC" for at_s in (first_s, last_s))
+    when = f"at {first}" if first == last else f"between {first} and {last}"
+    return [f"all were written {when}, and no good one then"]

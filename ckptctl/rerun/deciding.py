@@ -310,7 +310,6 @@ def _beyond_scatter(runs: _Runs, rounding: float, jump: float) -> RerunDecision:
 
 
 def _because(runs: _Runs, scatter: float, rounding: float) -> str:
-    """Why equal values prove nothing."""
     if rounding >= scatter:
         return f"the log prints losses to {rounding:.1e} of their size"
     if _all_equal(runs.between[0] if runs.has_others else runs.among_same):
@@ -336,7 +335,6 @@ def _losses(rows: Rows) -> list[tuple[int, Number]]:
 
 
 def _loss(record: Record, step: int) -> float:
-    """The loss of a step in the first log that has it."""
     found = (rows[step].loss for rows in record.values() if step in rows)
     return next((loss.value for loss in found if loss is not None), math.nan)
 
@@ -451,7 +449,6 @@ def _first_pass(path: str, step: int, storage: StorageOptions) -> Rows:
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
-    """The shortest ends of the paths that differ: `0/stdout.log`, `1/stdout.log`."""
     parts = [path.split("/") for path in paths]
     for n in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-n:]) for each in parts]

@@ -191,8 +191,6 @@ def rerun(
 
 @dataclass(frozen=True, slots=True)
 class _ReplayPlan:
-    """What is replayed, from which step, and on which nodes."""
-
     command: Sequence[str]
     root: str
     options: RerunOptions
@@ -321,7 +319,6 @@ def _replay(
 
 
 def _wait(plan: _ReplayPlan, job: DrillJob) -> int | None:
-    """Wait until the last step is logged and another follows, or the job ends; its exit code."""
     reached = -1
 
     def further() -> int | None:
@@ -381,7 +378,6 @@ def _result(
 
 
 def _listed(record: Record, step: int) -> tuple[LoggedLoss, ...]:
-    """The losses of the first log, from some steps before the suspicious one."""
     rows = main_rows(record) if record else {}
     numbers = [number for number in sorted(rows) if number <= step][-_LISTED - 1 :]
     found = ((number, rows[number].loss) for number in numbers)

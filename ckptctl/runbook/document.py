@@ -450,11 +450,9 @@ def _until_fence(body: _Body) -> Iterator[tuple[int, str]]:
 
 
 def _cells(row: str) -> list[str]:
-    r"""The cells of a table row; `\\|` does not separate cells."""
     parts = re.split(r"(?<!\\)\|", row.strip().strip("|"))
     return [part.replace(r"\|", "|").strip() for part in parts]
 
 
 def _prose(body: _Body) -> str:
-    """The text of a section before its first block."""
     return "\n".join(text for _, text in _until_fence(body)).strip()

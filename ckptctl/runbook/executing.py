@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -104,15 +104,12 @@ def as_typed(code: str, variables: Mapping[str, Value]) -> str | None:
         return str(variables.get(code[len('eval "$') : -1], ""))
     if "$(" in code or _SIMPLE.fullmatch(code) is None:
         return None
-    lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
-    items = dict(_items(lists))
-    texts = {name: value for name, value in variables.items() if isinstance(value, str)}
-    script = f"ckptctl() {{ printf '%s\\0' \"$@\"; }}\n{_arrays(lists, items)}{code}"
-    environment = _environment({**texts, **items}, without=lists)
+    arrays, values = _in_bash(variables)
+    script = f"ckptctl() {{ printf '%s\\0' \"$@\"; }}\n{arrays}{code}"
     try:
         done = subprocess.run(
             ("bash", "-c", script),
-            env=environment,
+            env=_environment(values, without=variables),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_GRACE_S,
@@ -153,17 +150,16 @@ def execute(
             next_command="df -h /tmp",
         ) from error
     with made as folder, open_folder(folder) as held:
-        lists = {name: value for name, value in variables.items() if not isinstance(value, str)}
-        texts = {name: value for name, value in variables.items() if isinstance(value, str)}
-        environment = _environment({**texts, **handed_on}, without=lists)
+        arrays, values = _in_bash(variables)
+        environment = _environment({**values, **handed_on}, without=variables)
         # A job that the block starts must not write its reports there.
         if "ckptctl " in code:
             environment["CKPTCTL_REPORT"] = os.path.join(folder, _REPORT)
             # What a block checks is defined by its page, not by a file in the current folder.
             environment["CKPTCTL_CONFIG"] = "none"
-        items = dict(_items(lists))
-        environment |= items
-        words = ("bash", "-c", f"{_prelude()}{_arrays(lists, items)}{code}", "bash")
+        # Blocks call the ckptctl that runs the runbook.
+        own = f'ckptctl() {{ {shlex.join(own_command().words)} "$@"; }}\n'
+        words = ("bash", "-c", f"set -uo pipefail\n{own}{arrays}{code}", "bash")
         heard = _Heard(on_line, on_silence)
         exit_code = _run(words, environment, heard)
         return CommandResult(
@@ -198,25 +194,22 @@ def _run(words: Sequence[str], environment: Mapping[str, str], heard: _Heard) ->
     return process.returncode
 
 
-def _prelude() -> str:
-    """Bash code by which blocks call the same ckptctl that runs the runbook."""
-    return f'set -uo pipefail\nckptctl() {{ {shlex.join(own_command().words)} "$@"; }}\n'
+def _in_bash(variables: Mapping[str, Value]) -> tuple[str, dict[str, str]]:
+    """Bash code that makes an array of each list, and the environment that it needs.
 
-
-def _items(lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """A variable for each item of the lists: arguments would be visible to every user."""
-    for name, items in lists.items():
-        for number, item in enumerate(items):
-            yield f"_ITEM_{name}_{number}", item
-
-
-def _arrays(lists: Mapping[str, Sequence[str]], items: Mapping[str, str]) -> str:
-    """Bash code that creates arrays from variables, so that no value becomes code."""
-    made = ""
-    for name, values in lists.items():
-        words = " ".join(f'"$_ITEM_{name}_{number}"' for number in range(len(values)))
-        made += f"{name}=({words})\n"
-    return made + (f"unset {' '.join(items)}\n" if items else "")
+    Each item is a variable: no value becomes code, nor an argument that every user sees.
+    """
+    code, values, items = "", dict[str, str](), list[str]()
+    for name, value in variables.items():
+        if isinstance(value, str):
+            values[name] = value
+            continue
+        names = [f"_ITEM_{name}_{number}" for number in range(len(value))]
+        words = " ".join(f'"${item}"' for item in names)
+        code += f"{name}=({words})\n"
+        values.update(zip(names, value, strict=True))
+        items += names
+    return code + (f"unset {' '.join(items)}\n" if items else ""), values
 
 
 def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[str, str]:
@@ -230,8 +223,6 @@ def _environment(variables: Mapping[str, str], without: Container[str]) -> dict[
 
 
 class _Heard:
-    """The output of both streams so far."""
-
     def __init__(self, on_line: OnLine, on_silence: OnSilence) -> None:
         self.on_line = on_line
         self.on_silence = on_silence
@@ -267,7 +258,8 @@ class _Heard:
                         selector.unregister(key.fd)
             left = [(key.fd, key.data) for key in selector.get_map().values()]
         for stream in (stderr, stdout):
-            self._take_rest(stream.fileno(), is_stdout=stream is stdout)
+            if begun := self._begun.pop(stream.fileno(), b""):  # the line that has no end
+                self._take(begun, is_stdout=stream is stdout)
             if (stream.fileno(), stream is stdout) in left:
                 threading.Thread(target=self._follow, args=(stream,), daemon=True).start()
             else:
@@ -282,11 +274,6 @@ class _Heard:
         for line in lines:
             self._take(line, is_stdout=is_stdout)
         return bool(data)
-
-    def _take_rest(self, fd: int, *, is_stdout: bool) -> None:
-        """Take the line that has no end."""
-        if begun := self._begun.pop(fd, b""):
-            self._take(begun, is_stdout=is_stdout)
 
     def _take(self, data: bytes, *, is_stdout: bool) -> None:
         data = data.rstrip(b"\r").replace(b"\0", b"")  # bash drops NUL in `$(command)`, too
@@ -333,7 +320,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _document(folder: HeldFolder, name: str) -> dict[str, object] | None:
-    """The document that a command wrote; None if it is missing, damaged or too large."""
     try:
         with os.fdopen(folder.open(name), "rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1).decode("utf-8", "replace")

@@ -8,16 +8,19 @@ next event and stops.
 Whoever can write to the root can write such a file. An existing record is therefore
 untrusted: it is bounded, and `formats.own.run_events` checks each event. Only values of inputs
 that the page declares, and of names that its blocks set, are used.
+
+The transcript is made from the recorded events alone, so that it can be made again later.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ckptctl.errors import (
@@ -25,6 +28,8 @@ from ckptctl.errors import (
     CkptctlError,
     OwnFileUnreadable,
     PathNotFound,
+    PathUntrusted,
+    StorageError,
     UsageError,
 )
 from ckptctl.formats.frameworks.layouts import OWN_FOLDER
@@ -44,9 +49,12 @@ from ckptctl.formats.own.run_events import (
     read_event,
     without_secrets,
 )
+from ckptctl.formatting import duration, markdown_block, markdown_code, markdown_row, seconds_of
 from ckptctl.runbook.document import DONE, NEXT, STOP, Block, Runbook, Value, shown, used_names
 from ckptctl.storage.contract import NumberedFiles, Store, TooLarge
+from ckptctl.storage.local import LocalStore
 from ckptctl.storage.opening import join_url
+from ckptctl.storage.shared_places import open_folder
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
 
@@ -154,7 +162,6 @@ def newest(store: Store, runbook: str) -> RunRecord | None:
 
 
 def _names(store: Store, runbook: str) -> list[str]:
-    """The names of the runs, newest first."""
     try:
         entries = store.list_dir(f"{RUNS_FOLDER}/{runbook}")
     except PathNotFound:
@@ -326,7 +333,6 @@ class Position:
     def _take_inputs(
         self, given: Mapping[str, str | Sequence[str]], by: str, *, found: bool
     ) -> None:
-        """Take the inputs that the page declares, and no others."""
         for each in self.book.inputs:
             value = given.get(each.name)
             if value is None or (found and not is_complete(value)):
@@ -447,3 +453,107 @@ def is_argument(value: str) -> bool:
 
 def _absolute(address: str) -> str:
     return address.rstrip("/") if "://" in address else os.path.abspath(address)
+
+
+TRANSCRIPT = "transcript.md"
+"""Its name, beside the record and in the folder that a person names."""
+SHOWN_LINES = 60
+
+
+def transcript(events: Sequence[Event]) -> str:
+    """The run as Markdown, without secrets."""
+    return "\n".join(_markdown([without_secrets(event) for event in events])) + "\n"
+
+
+def write_transcript(folder: Path, events: Sequence[Event]) -> None:
+    """Write the transcript into a folder, which is created if missing.
+
+    Its owner alone can read it. Raises `UsageError` if nothing can be written there.
+    """
+    try:
+        open_folder(str(folder), make=True).close()
+        with LocalStore(str(folder), private=True) as store:
+            text = transcript(events).encode("utf-8", "backslashreplace")
+            store.put(TRANSCRIPT, text, replace=True)
+    except OSError as error:
+        raise UsageError(f"the transcript {folder}: {error.strerror}") from error
+    except (PathUntrusted, StorageError) as error:
+        raise UsageError(f"the transcript {error.message}") from error
+
+
+_Personal = OpenedEvent | ResumedEvent | DecidedEvent
+"""The events of a person, who gives inputs."""
+
+
+def _markdown(events: Sequence[Event]) -> Iterator[str]:
+    opened = next(event for event in events if isinstance(event, OpenedEvent))
+    yield f"# {opened.runbook.upper()}: {opened.title}"
+    yield ""
+    yield from (f"- {text}" for text in _facts(events))
+    yield ""
+    yield markdown_row("given", "value")
+    yield markdown_row("---", "---")
+    given: dict[str, str | Sequence[str]] = {}
+    for event in events:
+        if isinstance(event, _Personal):
+            given.update(event.inputs)
+    for name, value in given.items():
+        yield markdown_row(f"`{name}`", markdown_code(shown(value)))
+    began: BeganEvent | None = None
+    decided: DecidedEvent | None = None
+    for event in events:
+        if isinstance(event, DecidedEvent):
+            decided = event
+        elif isinstance(event, BeganEvent):
+            if began is not None:
+                yield from _block(began, None, decided)
+            began = event
+        elif isinstance(event, EndedEvent):
+            yield from _block(began, event, decided)
+            began = decided = None
+    if began is not None:
+        yield from _block(began, None, decided)
+
+
+def _facts(events: Sequence[Event]) -> Iterator[str]:
+    first, last = events[0], events[-1]
+    by = dict.fromkeys(event.by for event in events if isinstance(event, _Personal))
+    starter, *others = map(markdown_code, by)
+    continued = f"; continued by {', '.join(others)}" if others else ""
+    yield f"started {first.at} by {starter}{continued}"
+    if isinstance(last, FinishedEvent):
+        yield f"ended {last.at} with exit code {last.exit_code}: {last.because}"
+    else:
+        yield f"not ended; last entry {last.at}"
+    took_s = (seconds_of(last.at) or 0.0) - (seconds_of(first.at) or 0.0)
+    yield f"took {duration(took_s, digits=3)}"
+
+
+def _block(
+    began: BeganEvent | None, ended: EndedEvent | None, decided: DecidedEvent | None
+) -> Iterator[str]:
+    """A block that `began`, unless it did not run, and `ended`, unless its end is unknown."""
+    event = ended or began
+    if event is None:
+        return
+    yield from ("", f"## {event.state}: {event.block}", "")
+    if began is not None:
+        values = (f"# {name}={shown(value)}" for name, value in began.values.items())
+        yield from (*markdown_block("sh", [*began.command.split("\n"), *values]), "")
+    by = "" if decided is None else f"Decided by {markdown_code(decided.by)} at {decided.at}. "
+    started = "" if began is None else f"Started {began.at}"
+    if ended is None:
+        yield f"{by}{started}; its end is unknown."
+        return
+    follows = f"{ended.because}. Then: {ended.then}."
+    if ended.exit_code is None:
+        yield f"{by}{(ended.not_run or '').capitalize()}: {follows}"
+    else:
+        took = duration(ended.duration_s or 0.0, digits=3)
+        yield f"{by}{started}, exit code {ended.exit_code} after {took}: {follows}"
+    lines = ended.lines or ()
+    if len(lines) > SHOWN_LINES:
+        n_left = len(lines) - SHOWN_LINES
+        lines = [f"({n_left} lines before these)", *lines[-SHOWN_LINES:]]
+    if lines:
+        yield from ("", *markdown_block("text", lines))

@@ -30,14 +30,13 @@ from ckptctl.formats.own.supervision import Attempt, Decision, SectionTimes
 from ckptctl.formatting import counted
 from ckptctl.model import Count, ExitCode, Id, Positive
 from ckptctl.storage.opening import absolute_url
-from ckptctl.supervisor.child import Hang, Running, Watcher
+from ckptctl.supervisor.evidence import ANSWER_S, NodeDocument, documents_in, line_of
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import HeldState, end_left_behind, marker_of
-from ckptctl.supervisor.node_evidence import ANSWER_S, NodeDocument, documents_in, line_of
 from ckptctl.supervisor.nodes import AttemptPlan, Nodes
 from ckptctl.supervisor.options import RunOptions
 from ckptctl.supervisor.policy import WAIT_FOR_CAPACITY, AttemptEnd, Conclusion
-from ckptctl.supervisor.processes import MARKER
+from ckptctl.supervisor.processes import MARKER, Hang, Running, Watcher
 from ckptctl.supervisor.restarting import (
     NotStarted,
     StepAlarm,
@@ -80,8 +79,6 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _AttemptStart:
-    """The attempt that all agents start."""
-
     run: Id
     number: Positive
     restarts: Count
@@ -260,7 +257,6 @@ class _Agent(Watcher):
     # The meeting
 
     def _meet(self) -> "Round":
-        """Meet the other agents; what this one is about to do is known to all then."""
         met = self._members.meeting()
         while not met.done():
             self._leave_if_asked()
@@ -339,7 +335,6 @@ class _Agent(Watcher):
     # One attempt
 
     def _lead(self) -> _LeaderOutcome:
-        """Start an attempt on all nodes, decide what follows, and publish it."""
         self._check_size()
         try:
             outcome = self._led()
@@ -419,7 +414,6 @@ class _Agent(Watcher):
         return n_nodes >= max(1, self._launch.rendezvous.min_nodes)
 
     def _follow(self) -> _LeaderOutcome:
-        """Run the ranks of this node as agent 0 states it."""
         self._check_size()
         if self._await(0, "start", "outcome", leaves_after_s=0.0) == "start":
             start = self._read("start", _AttemptStart)
@@ -432,7 +426,6 @@ class _Agent(Watcher):
         return outcome
 
     def _attempt(self, start: _AttemptStart, plan: AttemptPlan, *watchers: Watcher) -> _NodeEnd:
-        """Run the ranks of this node to their end, and publish how they ended."""
         job, meeting = self._job, self._round
         if not self._recalled:
             self._recalled = True
@@ -571,7 +564,6 @@ class _Agent(Watcher):
         self._round.put(key, line_of(own).encode())
 
     def _collect(self, _variables: Mapping[str, str], own: NodeDocument) -> list[NodeDocument]:
-        """The evidence of the ranks of all other nodes, as far as they answer."""
         meeting, number = self._round, self._n_collected
         missing = {*range(meeting.size)} - {meeting.rank}
         answers: list[NodeDocument] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from ckptctl.errors import StorageError, Unknown, guarded
 from ckptctl.failures.classifying import classify
@@ -30,10 +30,10 @@ from ckptctl.storage.shared_places import (
     open_folder,
     open_named,
 )
-from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.nodes import AttemptPlan
 from ckptctl.supervisor.options import OutputOptions
 from ckptctl.supervisor.policy import AttemptEnd
+from ckptctl.supervisor.processes import Hang, JobLog, Running, Signals, Watcher
 
 
 class AttemptRunner:
@@ -94,7 +94,6 @@ class AttemptRunner:
         return next((stop for stop in stops if stop is not None), None)
 
     def _output(self, number: int) -> tuple[tuple[int | None, int | None], tuple[JobLog, ...]]:
-        """Where output and errors of an attempt go; and the logs that it writes to."""
         logs = tuple(map(JobLog, self._options.logs))
         if self._log_folder is None:
             return (self._options.stdout, None), logs
@@ -163,15 +162,20 @@ class Logs:
             folder.remove()
 
     def _added(self, most: int, use: Callable[[str, bytes], T]) -> Iterator[T]:
-        """What `use` makes of a name for each log and of the last bytes that the attempt added.
+        """What `use` makes of a name for each log and of the last `most` bytes that were added.
 
-        At most `most` bytes. A log that cannot be read is left out.
+        A log that cannot be read is left out.
         """
         for n, (log, size) in enumerate(self._sizes.items()):
             try:
                 source = os.dup(log.fd) if log.fd is not None else open_named(log.path)
                 with os.fdopen(source, "rb") as file:
-                    data = _added_to(file, size, most)
+                    # A log that became shorter was rewritten. What another process adds meanwhile
+                    # is left out: it may write faster than this copies.
+                    end = os.fstat(file.fileno()).st_size
+                    begin = max(size if end >= size else 0, end - most)
+                    file.seek(begin)
+                    data = file.read(end - begin)
                 used = use(f"{n}-{os.path.basename(log.path)}", data)
             except FileNotFoundError:
                 continue
@@ -184,23 +188,11 @@ class Logs:
 
 
 def _n_not_finite(name: str, data: bytes) -> int:
-    """How many of the last losses in a log are NaN or infinite, in a row."""
     n, reader = 0, LogReader(name)
     for row in chain(reader.feed(data), reader.end()):
         if isinstance(row, Row) and row.loss is not None:
             n = 0 if math.isfinite(row.loss.value) else n + 1
     return n
-
-
-def _added_to(file: BinaryIO, start: int, most: int) -> bytes:
-    """The end of the added text, `most` bytes of it; a log that became shorter was rewritten.
-
-    What another process adds meanwhile is left out: it may write faster than this copies.
-    """
-    size = os.fstat(file.fileno()).st_size
-    begin = max(start if size >= start else 0, size - most)
-    file.seek(begin)
-    return file.read(size - begin)
 
 
 class LogFolder:

@@ -1,29 +1,42 @@
-"""Collect what shows why ranks of this node do not go on, before they are ended.
+"""Collect what shows why ranks do not go on, before they are ended.
 
-For each rank: the state of its process, and the stacks of its threads, twice, by py-spy where
-it is installed and may read the process, else by the signal that `ckptctl.train` has set a
-handler for. Of the processes that a rank has started (workers of a data loader): state, what they
-wait in, and stacks. Besides, the dumps of torch's flight recorder. `hangs` decides what they mean.
+For each rank of this node: the state of its process, and the stacks of its threads, twice, by
+py-spy where it is installed and may read the process, else by the signal that `ckptctl.train` has
+set a handler for. Of the processes that a rank has started (workers of a data loader): state, what
+they wait in, and stacks. Besides, the dumps of torch's flight recorder. `hangs` decides what they
+mean. Dumps lie where others may write: those of a user who does not run the job are set aside.
 
-Dumps lie where others may write: those of a user who does not run the job are set aside.
+`ckptctl run` in a batch script sees the processes of its own node. SLURM starts this module once
+on each of the others (`srun --overlap`); it finds the processes of the job there by their marker,
+collects the same, and prints it as one line. A node that does not answer leaves its ranks unseen:
+then nobody is named for what they may have done.
+
+Source: measured with Slurm 22.05: a step with `--overlap` starts beside one that has all
+processors of the node, and `--nodelist` alone would still start SLURM_NTASKS tasks.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
+import sys
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypedDict
 
+import ckptctl
 from ckptctl.distributed.commands import run_bounded
+from ckptctl.distributed.launcher import cluster_context, expand
 from ckptctl.distributed.process_table import Process, entry_of, is_alive, signals_of, state_of
-from ckptctl.errors import StorageError, Unknown, guarded
+from ckptctl.errors import OwnFileUnreadable, StorageError, Unknown, guarded
 from ckptctl.failures.rank_dumps import (
     MAIN_THREAD,
     PREFIX_VARIABLES,
@@ -34,17 +47,23 @@ from ckptctl.failures.rank_dumps import (
     read_dump,
 )
 from ckptctl.failures.rank_dumps import MAX_BYTES as MAX_DUMP_BYTES
-from ckptctl.formats.own.heartbeats import Heartbeat, stacks_name
+from ckptctl.formats.own.files import as_fields, parsed, typed
+from ckptctl.formats.own.heartbeats import FOLDER_VARIABLE, KEY_VARIABLE, Heartbeat, stacks_name
 from ckptctl.outside_numbers import clamped
 from ckptctl.redaction import redacted
-from ckptctl.starting import find_program
+from ckptctl.starting import find_program, python_command
 from ckptctl.storage.shared_places import (
     HeldFolder,
     distrusted,
+    new_private_folder,
     open_folder,
+    open_private_folder,
     sole_writer,
     trusted_users,
 )
+from ckptctl.supervisor.heartbeats import beats_of_launched, read_beats
+from ckptctl.supervisor.processes import MARKER, marked
+from ckptctl.supervisor.slurm import ask
 
 SAMPLES = 4
 BETWEEN_S = 1.0
@@ -134,6 +153,11 @@ class HangEvidence(NamedTuple):
         """Of how many ranks of the job nothing is known; None where their number is unknown."""
         return None if self.world_size is None else max(0, self.world_size - len(self.seen))
 
+    @property
+    def document(self) -> NodeDocument:
+        """What another node gets of it."""
+        return {"works": self.works, "ranks": [*self.ranks], "world_size": self.world_size}
+
 
 class _ProcessSample(NamedTuple):
     state: str
@@ -194,6 +218,12 @@ def collect(
     )
 
 
+def world_size_of(beats: Mapping[int, Heartbeat]) -> int | None:
+    """The ranks of the whole job, as its ranks state it; None where none does."""
+    sizes = (beat["world_size"] for beat in beats.values())
+    return max((size for size in sizes if size is not None), default=None)
+
+
 def kept_in(out: HeldFolder) -> Iterator[str]:
     """The files of evidence that this user has written into a folder."""
     for name in out.names():
@@ -250,7 +280,6 @@ def _evidence(
 
 
 def _started_by(found: Collection[Process], ranks: Mapping[int, Process]) -> dict[Process, int]:
-    """The processes that a rank has started, itself or through others, each with that rank."""
     parents = {each.pid: entry.parent for each in found if (entry := entry_of(each.pid))}
     rank_of = {process.pid: rank for rank, process in ranks.items()}
     started = {}
@@ -284,13 +313,11 @@ def _wanted_s(process: Process) -> float:
 
 
 def _name_of(process: Process) -> str:
-    """A process by its number and the name that it gave itself, such as `pt_data_worker`."""
     name = _about(process, "comm")
     return f"process {process.pid} ({name})" if name else f"process {process.pid}"
 
 
 def _about(process: Process, file: str) -> str:
-    """A short file of a process in /proc as text; empty where it cannot be read."""
     try:
         with open(f"/proc/{process.pid}/{file}", encoding="utf-8", errors="replace") as about:
             return about.read(4096).strip()
@@ -301,7 +328,6 @@ def _about(process: Process, file: str) -> str:
 def _keep_started(
     beat: Heartbeat, started: Sequence[Process], folder: HeldFolder | None, out: HeldFolder
 ) -> None:
-    """Write state, wait and stacks of what a rank has started into a file of the rank."""
     stacks = stacks_name(beat["rank"])
     lines, until_s = list[str](), time.monotonic() + _STARTED_S
     for process in started[:_MOST_STARTED]:
@@ -385,7 +411,6 @@ def _by_py_spy(process: Process) -> str:
 
 
 def _by_signal(number: int, process: Process, folder: HeldFolder | None, name: str) -> str:
-    """What the process adds to the file when it gets the signal; empty without an answer."""
     if folder is None:
         return ""
     try:
@@ -478,3 +503,113 @@ def _dumps(
                 )
                 found += [] if isinstance(dump, Unknown) else [dump]
     return tuple(found), tuple(set_aside)
+
+
+# Annotations stay objects, so that reading a document evaluates no string as code.
+
+
+_MARKER_OF_JOB = "CKPTCTL_COLLECTS"
+"""The marker of the job: under its own name the collector would be one of its processes."""
+_BEGIN = "ckptctl-evidence "
+ANSWER_S = 180.0
+"""How long the nodes are waited for: what `collect` takes at most on a busy node."""
+_MAX_LINE_BYTES = 16 << 20
+_DEEPEST_KEPT = 48
+"""How many calls of a stack are passed on, the innermost."""
+
+
+class NodeDocument(TypedDict):
+    """What one other node answered."""
+
+    works: bool
+    """Processes that its ranks have started are busy."""
+    ranks: list[RankEvidence]
+    world_size: int | None
+    """The ranks of the whole job, as its ranks state it; null where none does."""
+
+
+def over_slurm() -> Callable[[Mapping[str, str], NodeDocument], list[NodeDocument]] | None:
+    """What collects on the other nodes of the SLURM job around this process; None without any."""
+    about = cluster_context()
+    nodes = expand(about.node_list or "") if about.scheduler == "slurm" else ()
+    others = [node for node in nodes if node != about.node]
+
+    def collect_on_others(variables: Mapping[str, str], _own: NodeDocument) -> list[NodeDocument]:
+        slurm = ask(others)
+        up = [node for node in others if slurm is None or node not in slurm.down]
+        return collect_elsewhere(_by_srun(up), variables) if up else []
+
+    return collect_on_others if others else None
+
+
+def _by_srun(nodes: Sequence[str]) -> list[str]:
+    n = len(nodes)
+    return [
+        *("srun", "--overlap", f"--nodes={n}", f"--ntasks={n}", "--ntasks-per-node=1"),
+        *("--no-kill", "--kill-on-bad-exit=0", "--cpu-bind=none", f"--nodelist={','.join(nodes)}"),
+    ]
+
+
+def collect_elsewhere(start: Sequence[str], variables: Mapping[str, str]) -> list[NodeDocument]:
+    """What the nodes answer on which `start` starts processes; less where some do not answer.
+
+    `variables` are those that the job got from `run`: its marker, and the folder and the key of
+    the heartbeats. Takes up to three minutes.
+    """
+    names = {FOLDER_VARIABLE: FOLDER_VARIABLE, KEY_VARIABLE: KEY_VARIABLE, MARKER: _MARKER_OF_JOB}
+    environment = {
+        **os.environ,
+        **{names[name]: variables[name] for name in names if name in variables},
+        "PYTHONPATH": os.path.dirname(next(iter(ckptctl.__path__))),
+    }
+    words = [*start, *python_command("-m", __name__)]
+    try:
+        done = run_bounded(words, ANSWER_S, environment=environment)
+    except OSError:
+        return []
+    return documents_in(done.stdout)
+
+
+def line_of(document: NodeDocument) -> str:
+    """The line that a node prints, with the innermost calls of each stack."""
+    ranks = [
+        replace(rank, stack=None if rank.stack is None else rank.stack[:_DEEPEST_KEPT])
+        for rank in document["ranks"]
+    ]
+    data = zlib.compress(json.dumps({**document, "ranks": ranks}, default=as_fields).encode())
+    return f"{_BEGIN}{base64.b64encode(data).decode()}\n"
+
+
+def documents_in(text: str) -> list[NodeDocument]:
+    """The answers among the lines that nodes printed."""
+    lines = (line.partition(_BEGIN)[2] for line in text.splitlines())
+    return [*filter(None, map(_document_in, filter(None, lines)))]
+
+
+def _document_in(line: str) -> NodeDocument | None:
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(line), _MAX_LINE_BYTES)
+        return typed(NodeDocument, parsed(data, _MAX_LINE_BYTES))
+    except (ValueError, zlib.error, OwnFileUnreadable):
+        return None
+
+
+def main() -> None:
+    """Print what is found on this node of the job that the environment names."""
+    find = partial(marked, os.environ.pop(_MARKER_OF_JOB, ""))
+    path, key = os.environ.pop(FOLDER_VARIABLE, ""), os.environ.pop(KEY_VARIABLE, "")
+    folder = None
+    with suppress(OSError, StorageError):
+        folder = open_private_folder(path) if path else None
+    reported = {} if folder is None else read_beats(folder, key, {})
+    beats = {**beats_of_launched(find()), **reported}
+    out = new_private_folder("ckptctl-node-evidence-")
+    try:
+        found = collect(beats, find, folder, out, time.time())
+    finally:
+        out.remove()
+    sys.stdout.write(line_of(found._replace(world_size=world_size_of(beats)).document))
+
+
+if __name__ == "__main__":
+    main()

@@ -36,20 +36,20 @@ from ckptctl.formats.own.heartbeats import Heartbeat, Section
 from ckptctl.formatting import counted, duration, some_of
 from ckptctl.storage.shared_places import HeldFolder, new_private_folder, open_folder
 from ckptctl.storage.waiting import start_daemon
-from ckptctl.supervisor.child import Hang, JobLog, Running, Watcher
 from ckptctl.supervisor.evidence import (
     STUCK,
     HangEvidence,
+    NodeDocument,
     RankEvidence,
     Stack,
     collect,
     keep,
     kept_in,
+    world_size_of,
 )
 from ckptctl.supervisor.heartbeats import Folder, beats_of_launched, process_of
-from ckptctl.supervisor.node_evidence import NodeDocument
 from ckptctl.supervisor.options import Limit, SectionLimits
-from ckptctl.supervisor.processes import MARKER
+from ckptctl.supervisor.processes import MARKER, Hang, JobLog, Running, Watcher
 
 T = TypeVar("T")
 Elsewhere = Callable[[Mapping[str, str], NodeDocument], Sequence[NodeDocument]]
@@ -80,8 +80,6 @@ class _RankActivity:
 
 
 class _Late(NamedTuple):
-    """A section whose limit has passed, and for how long its rank has not reported."""
-
     section: Section
     limit: Limit
     waited_s: float
@@ -178,7 +176,6 @@ class HangWatcher(Watcher):
         return self._check_late(late, running, now_s)
 
     def _report_set_aside(self, reasons: Iterable[str]) -> None:
-        """Report what was not taken as evidence, once."""
         for reason in reasons:
             if reason not in self._reported and len(self._reported) < _MOST_SET_ASIDE:
                 self._reported.add(reason)
@@ -229,7 +226,6 @@ class HangWatcher(Watcher):
             rank.beat = beat
 
     def _late(self, now_s: float) -> _Late | None:
-        """The section whose limit passed first; None where none has."""
         ranks = [rank for rank in self._ranks.values() if not rank.ended]
         waits: list[tuple[Section, float]] = [
             (rank.beat["section"], now_s - rank.since_s)
@@ -289,7 +285,8 @@ class HangWatcher(Watcher):
             evidence,
             missing,
         )
-        if not hang.ranks and not limit.given and _is_at_one_place(evidence):
+        is_at_one_place = len({rank.stack for rank in evidence.ranks}) == 1  # as in an evaluation
+        if not hang.ranks and not limit.given and is_at_one_place:
             # Should it have been no hang but slow work, the next attempt waits longer.
             self._limits.learn(section, waited_s, 0)
         return hang
@@ -305,8 +302,7 @@ class HangWatcher(Watcher):
     def collect_here(self, running: Running) -> NodeDocument:
         """What is found about the ranks of this node, for another one that sees a hang."""
         beats = {**beats_of_launched(running.processes()), **self._folder.read()}
-        found = self._collect(beats, running, here_alone=True)
-        return NodeDocument(works=found.works, ranks=[*found.ranks], world_size=found.world_size)
+        return self._collect(beats, running, here_alone=True).document
 
     def _collect(
         self,
@@ -329,9 +325,7 @@ class HangWatcher(Watcher):
                     asked, running.processes, held, out, self._began_at_s, of_save=of_save
                 )
             ) or HangEvidence((), (), (), works=False)
-            sizes = (beat["world_size"] for beat in beats.values())
-            size = max((size for size in sizes if size is not None), default=None)
-            evidence = evidence._replace(seen=frozenset(beats), world_size=size)
+            evidence = evidence._replace(seen=frozenset(beats), world_size=world_size_of(beats))
             if not (of_save or here_alone) and evidence.unseen != 0:
                 evidence = self._guarded(lambda: self._seen_elsewhere(evidence, running, out)) or (
                     evidence
@@ -349,10 +343,8 @@ class HangWatcher(Watcher):
         """The evidence with that of the other nodes, as far as they answer."""
         if self._elsewhere is None:
             return evidence
-        own = NodeDocument(
-            works=evidence.works, ranks=[*evidence.ranks], world_size=evidence.world_size
-        )
-        for answer in self._elsewhere({**self._variables, MARKER: running.marker}, own):
+        variables = {**self._variables, MARKER: running.marker}
+        for answer in self._elsewhere(variables, evidence.document):
             ranks = [rank for rank in answer["ranks"] if rank.rank not in evidence.seen]
             for rank in ranks:
                 frames = "\n".join(f"    {frame}" for frame in rank.stack or ())
@@ -425,8 +417,9 @@ def _hang(section: Section, message: str, evidence: HangEvidence, missing: Colle
     nodes = {rank.node for rank in evidence.ranks if rank.rank in named.ranks}
     if {*named.ranks} & {*missing}:
         nodes = {rank.node for rank in evidence.ranks}  # `missing` are ranks of a single node
+    set_aside = f"; set aside: {some_of(evidence.set_aside)}" if evidence.set_aside else ""
     return Hang(
-        f"{message}; {named.why}{_place_of(evidence)}{_set_aside(evidence)}",
+        f"{message}; {named.why}{_place_of(evidence)}{set_aside}",
         section,
         tuple(named.ranks),
         tuple(sorted(nodes)),
@@ -436,18 +429,7 @@ def _hang(section: Section, message: str, evidence: HangEvidence, missing: Colle
 
 
 def _place_of(evidence: HangEvidence) -> str:
-    """The end of a message: the folder that is left with the evidence, if there is any."""
     return f"; evidence in {os.path.dirname(evidence.files[0])}" if evidence.files else ""
-
-
-def _set_aside(evidence: HangEvidence) -> str:
-    """The end of a message: what was found and is no evidence."""
-    return f"; set aside: {some_of(evidence.set_aside)}" if evidence.set_aside else ""
-
-
-def _is_at_one_place(evidence: HangEvidence) -> bool:
-    """Whether all ranks do the same, as in an evaluation; some that wait for others do not."""
-    return len({rank.stack for rank in evidence.ranks}) == 1
 
 
 def _works(evidence: HangEvidence) -> bool:
@@ -544,7 +526,6 @@ def name_ranks(
 
 
 def _named(ranks: Sequence[RankEvidence], kind: Suspects) -> Suspects:
-    """What a kind of evidence names, with the processes that its ranks wait for."""
     named = [evidence for evidence in ranks if evidence.rank in kind.ranks]
     stuck = [process for evidence in named for process in evidence.stuck]
     why = "; ".join([f"{ranks_listed(kind.ranks)} {kind.why}", *stuck])
@@ -590,7 +571,6 @@ def _in_collective(stack: Stack | None) -> bool:
 
 
 def _place(stack: Stack | None) -> str:
-    """Where the program is: its innermost call outside of libraries."""
     return f": {stack[innermost_of_program(stack)]}" if stack else ""
 
 

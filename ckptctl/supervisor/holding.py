@@ -65,8 +65,15 @@ from ckptctl.storage.files import PRIVATE, replace_file
 from ckptctl.storage.opening import absolute_url, join_url, local_path, open_store
 from ckptctl.storage.shared_places import open_folder
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
-from ckptctl.supervisor.child import Hang, Running, Signals, Watcher
-from ckptctl.supervisor.processes import GRACE_S, end_processes, marked
+from ckptctl.supervisor.processes import (
+    GRACE_S,
+    Hang,
+    Running,
+    Signals,
+    Watcher,
+    end_processes,
+    marked,
+)
 
 if TYPE_CHECKING:
     from ckptctl.supervisor.options import RunOptions
@@ -160,7 +167,6 @@ def stored_state(root: str, options: RunOptions) -> Iterator[Revisions]:
 
 
 def _as_stored(state: SupervisorDocument) -> bytes:
-    """The state as it is written, without secrets."""
     return as_stored(STATE_SCHEMA, redacted_values(msgspec.to_builtins(state)))
 
 
@@ -389,7 +395,6 @@ class HeldState(Watcher):
         return None
 
     def _is_own(self, number: int) -> bool:
-        """Whether this process wrote a revision: by a write whose answer was lost."""
         try:
             owner = self._revisions.read(number)["owner"]
         except OwnFileUnreadable:
@@ -437,7 +442,6 @@ def take_over(place: StatePlace, signals: Signals, reset: str | None = None) -> 
 def _owned(
     state: SupervisorDocument, name: str, root: str, reset: str | None
 ) -> SupervisorDocument:
-    """The state held by this process under a name; with a full budget if there is a reason."""
     owner: OwnerDocument = {
         "id": name,
         "host": socket.gethostname(),
@@ -447,7 +451,16 @@ def _owned(
         "root": absolute_url(root),
     }
     state = {**state, "owner": owner, "root": absolute_url(root)}
-    return state if reset is None else _with_reset(state, reset)
+    if reset is None:
+        return state
+    entry: ResetDocument = {
+        "at": time_now(),
+        "by": f"{user_name()}@{socket.gethostname()}",
+        "reason": reset[:MAX_STRING],
+        "after": state["attempts"][-1].number if state["attempts"] else 0,
+    }
+    # A full budget; the next usable step is progress, whatever its number.
+    return {**state, "best": None, "not_finite": [], "resets": [*state["resets"], entry]}
 
 
 def _read(place: StatePlace, reset: str | None) -> tuple[int, SupervisorDocument]:
@@ -545,14 +558,3 @@ def _closed(state: SupervisorDocument, n_ended: int) -> SupervisorDocument:
     reason = f"its supervisor was killed{after}{left}"
     last = replace(last, decision=Decision.RESTART, reason=reason)
     return {**state, "attempts": [*attempts[:-1], last]}
-
-
-def _with_reset(state: SupervisorDocument, reason: str) -> SupervisorDocument:
-    """The state with a full budget; the next usable step is progress, whatever its number."""
-    entry: ResetDocument = {
-        "at": time_now(),
-        "by": f"{user_name()}@{socket.gethostname()}",
-        "reason": reason[:MAX_STRING],
-        "after": state["attempts"][-1].number if state["attempts"] else 0,
-    }
-    return {**state, "best": None, "not_finite": [], "resets": [*state["resets"], entry]}

@@ -27,7 +27,7 @@ from ckptctl.formatting import counted
 from ckptctl.options import Parameter
 from ckptctl.redaction import command_of_others
 from ckptctl.storage.files import replace_file
-from ckptctl.supervisor.child import Hang
+from ckptctl.supervisor.processes import Hang
 from ckptctl.supervisor.slurm import is_srun, names_in, srun_on
 
 EXCLUDED = "CKPTCTL_EXCLUDED_NODES"
@@ -279,7 +279,8 @@ class Nodes:
         elif is_down and not any("{excluded}" in word for word in self._command):
             return None  # how many ranks the job can have without them is not stated
         if self._options.hosts_file is not None:
-            self._write_hosts(self._options.hosts_file, left)
+            hosts = "".join(f"{node}\n" for node in left).encode("ascii")
+            replace_file(self._options.hosts_file, hosts, "--hosts-file")
             usable = tuple(left)
         words, variables = fill(self._command, excluded, sizes)
         if is_srun(words):
@@ -313,23 +314,30 @@ class Nodes:
     ) -> SupervisorDocument:
         """The state with the nodes excluded that the last attempt shows to be at fault."""
         last = state["attempts"][-1]
+        options = self._options
+        can_exclude = (
+            options.exclude_command is not None
+            or options.hosts_file is not None
+            or any("{excluded}" in word for word in self._command)
+            or is_srun(self._command)
+        )
         for blame in blamed(hang, cause, state["attempts"]):
             node, why = blame.node, blame.cause
             if node in self.excluded(state) or node not in self._nodes:
                 continue
             if not blame.certain:
                 self._tell_of(node, why)
-            elif self._options.exclude_command is None and not self._launcher_excludes():
+            elif not can_exclude:
                 self._tell(f"warning: {node} is at fault ({why}); ckptctl has no way to exclude it")
-            elif len(state["excluded"]) >= self._options.max_excluded:
+            elif len(state["excluded"]) >= options.max_excluded:
                 self._tell(
                     f"warning: {node} is at fault ({why}) and stays: {len(state['excluded'])} "
                     "nodes are excluded, and more need a person (--max-excluded)"
                 )
             else:
                 self._tell(f"excluding {node}: {why}")
-                if self._options.exclude_command is not None:
-                    run_exclusion(self._options.exclude_command, node, why, self._tell)
+                if options.exclude_command is not None:
+                    run_exclusion(options.exclude_command, node, why, self._tell)
                 entry: ExcludedDocument = {
                     "node": node,
                     "cause": why,
@@ -340,7 +348,6 @@ class Nodes:
         return state
 
     def _tell_of(self, node: str, why: str) -> None:
-        """Report a node that is named, and the command that excludes it, which is not run."""
         template = self._options.exclude_command
         if template is None and self._scheduler == "slurm":
             template = _DRAIN
@@ -351,13 +358,3 @@ class Nodes:
             is_slurm = os.path.basename(words[0]) == "scontrol"
             by = f"; to exclude it: {shlex.join(words) if is_slurm else command_of_others(words)}"
         self._tell(f"{node} is named ({why}) and stays: nothing speaks against its hardware{by}")
-
-    @staticmethod
-    def _write_hosts(path: str, nodes: Sequence[str]) -> None:
-        """Replace the host file; raises `UsageError` where it cannot be written."""
-        replace_file(path, "".join(f"{node}\n" for node in nodes).encode("ascii"), "--hosts-file")
-
-    def _launcher_excludes(self) -> bool:
-        by_file = self._options.hosts_file is not None
-        in_words = any("{excluded}" in word for word in self._command)
-        return by_file or in_words or is_srun(self._command)

@@ -24,6 +24,7 @@ from ckptctl.options import (
     Requirements,
     StorageOptions,
     not_negative,
+    options_from,
 )
 from ckptctl.selection.watching import ALARM_AFTER, Watched
 from ckptctl.supervisor.nodes import NodeOptions
@@ -226,16 +227,12 @@ class RunOptions:
 
         Raises `TypeError` for a keyword that is a field of none.
         """
+        names = ("budget", "output", "policy", "requirements", "storage")
         left = dict(keywords)
         own = {each.name: left.pop(each.name) for each in fields(self) if each.name in left}
-        for part in ("budget", "output", "policy", "requirements", "storage"):
-            one = own.get(part, getattr(self, part))
-            given = {each.name: left.pop(each.name) for each in fields(one) if each.name in left}
-            if given:
-                own[part] = replace(one, **given)
-        if left:
-            raise TypeError(f"unexpected keyword argument {next(iter(left))!r}")
-        return replace(self, **own)
+        whole = replace(self, **own)
+        parts = options_from(left, *(getattr(whole, name) for name in names))
+        return replace(whole, **dict(zip(names, parts, strict=True)))
 
 
 class RunKeywords(PickKeywords, total=False):

@@ -22,7 +22,7 @@ from ckptctl.formats.own.supervision import (
     SupervisorDocument,
 )
 from ckptctl.options import Parameter, not_negative
-from ckptctl.supervisor.child import Hang
+from ckptctl.supervisor.processes import Hang
 
 GIVEN_UP = 93
 """Do not restart. Source: `ft_launcher` of NVRx, `--ft-no-restart-exit-code`."""
@@ -293,7 +293,6 @@ def _reason_of(code: int) -> str:
 
 
 def _is_free(code: int | None, cause: Classification | None) -> bool:
-    """Whether the end has a cause outside the job, which costs nothing of the budget."""
     if code in (RERUN, NO_ANSWER):
         return True
     return cause is not None and cause.restart is Restart.FREE and cause.confidence != "low"

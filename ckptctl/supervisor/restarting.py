@@ -50,7 +50,7 @@ from ckptctl.selection.watching import (
 from ckptctl.storage.opening import local_path, open_store
 from ckptctl.storage.waiting import leave_unwatched, start_daemon
 from ckptctl.supervisor.attempts import AttemptRunner, LogFolder
-from ckptctl.supervisor.child import Hang, JobLog, Running, Signals, Watcher
+from ckptctl.supervisor.evidence import over_slurm
 from ckptctl.supervisor.hangs import HangWatcher
 from ckptctl.supervisor.holding import (
     HeldState,
@@ -60,7 +60,6 @@ from ckptctl.supervisor.holding import (
     stored_state,
     take_over,
 )
-from ckptctl.supervisor.node_evidence import over_slurm
 from ckptctl.supervisor.nodes import AttemptPlan, Nodes
 from ckptctl.supervisor.options import RunKeywords, RunOptions, SectionLimits
 from ckptctl.supervisor.policy import (
@@ -81,7 +80,7 @@ from ckptctl.supervisor.policy import (
     since_progress,
     stopped_by_scheduler,
 )
-from ckptctl.supervisor.processes import MARKER
+from ckptctl.supervisor.processes import MARKER, Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.slurm import ask as ask_slurm
 from ckptctl.supervisor.slurm import is_srun, job_id
 
@@ -192,7 +191,6 @@ class StepAlarm(Watcher):
                 self._event = overdue_event(self._url, late)
 
     def _written(self) -> dict[int, float | None]:
-        """The steps by number, and when each of the newest was written last."""
         with open_store(self._url, self._options.storage) as store:
             listing = list_all(store, compile_pattern(self._options.requirements.pattern))
             written = written_s(store, listing)
@@ -201,9 +199,6 @@ class StepAlarm(Watcher):
 
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
-
-
-TOO_FEW = Conclusion(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
 
 
 def keep_running(
@@ -278,7 +273,8 @@ def _run(job: SupervisedJob) -> Supervised:
 
 def hold(job: SupervisedJob, seen: RootState) -> HeldState:
     """Take the state over; raises `NotStarted` where its budget is spent."""
-    held = take_over(job.state_place, job.signals, job.options.budget.reset_budget)
+    place = StatePlace(job.revisions, job.copy, job.roots.url, job.tell)
+    held = take_over(place, job.signals, job.options.budget.reset_budget)
     if held is None:
         raise NotStarted(128 + (job.signals.asked or 0), "a signal asked to end")
     try:
@@ -298,20 +294,25 @@ def _run_attempts(
         if job.attempts:
             job.signals.pause(job.pause_s(held))
         if job.signals.asked is not None:
-            number = 128 + job.signals.asked
-            return Conclusion(Decision.RESTART, "a signal asked for it", number)
+            return Conclusion(Decision.RESTART, "a signal asked for it", 128 + job.signals.asked)
         slurm = ask_slurm(job.nodes.names)
         if job.attempts and slurm is not None and slurm.ends:
             return stopped_by_scheduler(slurm.ends, slurm.why, job.attempts[-1].exit_code or 0)
         down = {} if slurm is None else slurm.down
         plan = job.nodes.plan(held.state, job.roots.loads, down)
         if plan is None:
-            return TOO_FEW
+            return Conclusion(Decision.WAIT, "too few nodes are left", WAIT_FOR_CAPACITY)
         before = held.state
         state, restarts = job.begun(before, plan)
         held.save(state)
         try:
-            ended = job.run(state, plan, step, restarts, held.marker(), runner)
+            number = state["attempts"][-1].number
+            variables = {
+                RESTART_COUNT: str(restarts),
+                ATTEMPT: f"{state['run']}/{number}",
+                MARKER: held.marker(),
+            }
+            ended = runner.run(number, plan, variables, job.about(state, plan, step))
         except UsageError:
             held.save(before)  # nothing was started
             raise
@@ -357,7 +358,6 @@ class WatchedRoots:
         return RootState(found.exit_code, found.message, step, holds_steps, found.next_command)
 
     def _check_same(self) -> None:
-        """Raise `StorageUnavailable` where a mandatory root is gone, or not the one used before."""
         for url in self._roots.mandatory:
             with open_store(url, self._options.storage) as store:
                 # `decide` answers where the steps are gone.
@@ -408,7 +408,6 @@ MOST_NAMES = 64
 def _concluded(
     attempt: Attempt, ended: AttemptEnd, seen: RootState, conclusion: Conclusion, *, progress: bool
 ) -> Attempt:
-    """The attempt after its end, without the restarts that are left."""
     attempt = replace(
         attempt,
         seconds=round(ended.seconds, 3),
@@ -479,7 +478,6 @@ class SupervisedJob:
         self._note(message)
 
     def _note(self, message: str) -> None:
-        """Add a line to `run.log`; why that is impossible is reported once."""
         if self._log_folder is None:
             return
         why = self._log_folder.note(message)
@@ -496,11 +494,6 @@ class SupervisedJob:
         """Close the logs."""
         if self._log_folder is not None:
             self._log_folder.close()
-
-    @property
-    def state_place(self) -> StatePlace:
-        """Where the state of the run is."""
-        return StatePlace(self.revisions, self.copy, self.roots.url, self.tell)
 
     def pause_s(self, held: HeldState) -> float:
         """How long to wait before the next attempt."""
@@ -575,21 +568,6 @@ class SupervisedJob:
         restarts = self._earlier + len(series(state))
         return {**state, "attempts": [*state["attempts"], attempt]}, restarts
 
-    def run(
-        self,
-        state: SupervisorDocument,
-        plan: AttemptPlan,
-        step: int | None,
-        restarts: int,
-        marker: str,
-        runner: AttemptRunner,
-    ) -> AttemptEnd:
-        """Run the last attempt of a state to its end."""
-        number = state["attempts"][-1].number
-        name = f"{state['run']}/{number}"
-        variables = {RESTART_COUNT: str(restarts), ATTEMPT: name, MARKER: marker}
-        return runner.run(number, plan, variables, self.about(state, plan, step))
-
     def about(self, state: SupervisorDocument, plan: AttemptPlan, step: int | None) -> str:
         """What is known of an attempt that begins, for the message."""
         budget = self.options.budget
@@ -607,7 +585,12 @@ class SupervisedJob:
         ended = self._as_slurm_knows(ended, plan.nodes)
         *earlier, attempt = held.state["attempts"]
         state: SupervisorDocument = {**held.state, "attempts": earlier}
-        seen = self._seen_after(ended)
+        # The roots are waited for only where a restart needs the answer.
+        stops = ended.by_itself and (not ended.code or ended.code in self.options.budget.no_restart)
+        if stops or ended.asked:
+            seen = self.roots.inspect()
+        else:
+            seen = self.roots.await_answer(self.signals, self.tell)
         best, before = state["best"], since_progress(state)
         progress = is_progress(state, seen.step)
         if progress and seen.step is not None and ended.n_not_finite >= NOT_FINITE:
@@ -678,14 +661,6 @@ class SupervisedJob:
             )
             return ended._replace(cause=None)
         return ended
-
-    def _seen_after(self, ended: AttemptEnd) -> RootState:
-        """The roots after an attempt; waited for only where a restart needs the answer."""
-        stops_at = self.options.budget.no_restart
-        again = not ended.by_itself or (ended.code != 0 and ended.code not in stops_at)
-        if again and not ended.asked:
-            return self.roots.await_answer(self.signals, self.tell)
-        return self.roots.inspect()
 
     def not_started(self, stop: NotStarted) -> Supervised:
         """The result where nothing more was started."""

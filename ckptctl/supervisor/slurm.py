@@ -210,17 +210,23 @@ def without_signalled_steps(processes: Sequence[Process], number: int) -> list[P
     """
     steps = _signal((one.pid for one in processes), number)
     ids = {os.fsencode(f"SLURM_STEP_ID={step.rpartition('.')[2]}") for step in steps.values()}
-    return [
-        one
-        for one in processes
-        if not (one.pid in steps or _parent(one.pid) in steps)
-        and ids.isdisjoint(environment_of(one.pid))
-    ]
+    left = []
+    for process in processes:
+        entry = entry_of(process.pid)
+        parent = entry.parent if entry else 0
+        is_signalled = not ids.isdisjoint(environment_of(process.pid))
+        if not (is_signalled or process.pid in steps or parent in steps):
+            left.append(process)
+    return left
 
 
 def _signal(pids: Iterable[int], number: int) -> dict[int, str]:
     """Signal the tasks of those processes that are an srun of this job; their steps, by pid."""
-    sruns = {pid for pid in pids if _name(pid) == "srun"}
+    sruns = set()
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "srun":
+                sruns.add(pid)
     job = os.environ.get("SLURM_JOB_ID")
     steps = {pid: step for step, pid in _steps(job) if pid in sruns} if sruns and job else {}
     name = signal.Signals(number).name.removeprefix("SIG")
@@ -228,19 +234,7 @@ def _signal(pids: Iterable[int], number: int) -> dict[int, str]:
     return steps if done else {}
 
 
-def _parent(pid: int) -> int:
-    entry = entry_of(pid)
-    return entry.parent if entry else 0
-
-
-def _name(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
-
-
 def _steps(job: str) -> Iterable[tuple[str, int]]:
-    """The steps of a job, with the pid of the srun of each."""
     shown = _slurm("scontrol", "show", "step", job, "-o") or ""
     for line in shown.splitlines():
         step = re.search(r"\bStepId=(\S+)", line)
@@ -250,7 +244,6 @@ def _steps(job: str) -> Iterable[tuple[str, int]]:
 
 
 def _slurm(*command: str) -> str | None:
-    """What a command of Slurm prints; None where it fails or does not answer."""
     with suppress(OSError):
         code, shown, _ = run_bounded(command, _ASK_S)
         return shown if code == 0 else None

@@ -22,8 +22,7 @@ from oracle import Outcome
 from ckptctl.errors import CkptctlError
 from ckptctl.runbook.document import Block, Input, Runbook, State, Value, parse
 from ckptctl.runbook.document import Outcome as Row
-from ckptctl.runbook.engine import NoTerminal
-from ckptctl.runbook.running import run_runbook
+from ckptctl.runbook.engine import NoTerminal, run_runbook
 
 N_RECORDS = 400
 

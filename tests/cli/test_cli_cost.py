@@ -57,16 +57,8 @@ def test_a_root_that_is_not_there_is_not_a_run_without_saves(tmp_path):
     assert done.returncode == 75
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--mtbf", "9" * 400),
-        ("--nodes", "9" * 400, "--failures-per-node-day", "0.001"),
-        ("--nodes", "1", "--failures-per-node-day", "1e-320"),
-    ],
-)
-def test_a_number_beyond_all_clusters_is_refused(words):
-    done = run_ckptctl("cost", "--interval", "1h", "--save-time", "60", *words)
+def test_a_number_beyond_all_clusters_is_refused():
+    done = run_ckptctl("cost", "--interval", "1h", "--save-time", "60", "--mtbf", "9" * 400)
     assert done.returncode == 2, done.stderr
 
 

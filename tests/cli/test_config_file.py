@@ -34,62 +34,11 @@ def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
 
 def test_a_file_above_the_current_folder_gives_root_and_requirements(folder, capsys):
     (folder / "ckptctl.toml").write_text('root = "run"\nrequire = ["model", "tokens"]\n')
+    (folder / "job" / "pyproject.toml").write_text("[tool.ckptctl]\nroot = 'other'\n")
     exit_code, out, err = called(capsys, "pick")
     assert (exit_code, out) == (0, f"{folder}/run/step_30\n")
     assert f"ckptctl: settings from {folder}/ckptctl.toml: root, require\n" in err
     assert "step, tokens (--require" in err
-
-
-def test_a_table_of_a_project_file_is_read_and_one_without_it_is_passed_over(folder, capsys):
-    (folder / "pyproject.toml").write_text("[tool.ckptctl]\nroot = 'run'\n")
-    (folder / "job" / "pyproject.toml").write_text("[tool.other]\nroot = 'x'\n")
-    assert called(capsys, "pick", "-q")[:2] == (0, f"{folder}/run/step_30\n")
-
-
-@pytest.mark.parametrize("table", ["tool = 3", "[tool]\nckptctl = 'x'"])
-def test_a_project_file_without_the_table_is_an_error_where_it_is_named(folder, capsys, table):
-    (folder / "pyproject.toml").write_text(table)
-    exit_code, _, err = called(capsys, "pick", "--config", f"{folder}/pyproject.toml", "run")
-    assert exit_code == 2
-    assert "is no table" in err
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "tool.ckptctl.before = 30",
-        "[tool]\nckptctl = {before = 30}",
-        "[ tool . ckptctl ]\nbefore = 30",
-        '["tool"."ckptctl"]\nbefore = 30',
-    ],
-)
-def test_the_table_of_a_project_file_is_found_however_it_is_written(folder, capsys, text):
-    (folder / "pyproject.toml").write_text(text)
-    assert called(capsys, "pick", "-q", "../run")[:2] == (0, "../run/step_20\n")
-
-
-@pytest.mark.parametrize(
-    "text", ["dependencies = ['ckptctl'\n", "# ckptctl\n[tool]\nother = 1\n", "[[tool]]\nckptctl=1"]
-)
-def test_a_project_file_of_others_that_only_mentions_the_name_is_passed_over(folder, capsys, text):
-    (folder / "ckptctl.toml").write_text("before = 30\n")
-    (folder / "job" / "pyproject.toml").write_text(text)
-    assert called(capsys, "pick", "-q", "../run")[:2] == (0, "../run/step_20\n")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[tool.ckptctl]\nbefore = 30\nroot = 'run\n", "is no TOML"),
-        ("[tool.ckptctl]\nbefore = 30\n" + "#" * (1 << 20), "more than 1,048,576 bytes"),
-    ],
-)
-def test_a_project_file_whose_table_cannot_be_read_is_an_error(folder, capsys, text, message):
-    (folder / "pyproject.toml").write_text(text)
-    exit_code, out, err = called(capsys, "pick", "../run")
-    assert (exit_code, out) == (2, "")
-    assert err.startswith(f"error: {folder}/pyproject.toml")
-    assert message in err
 
 
 def test_a_byte_order_mark_is_no_mistake(folder, capsys):

@@ -25,7 +25,7 @@ ended = execute("ckptctl --version && ckptctl explain 20 --quiet", {}, {}, print
 sys.exit(ended.exit_code)"""
 
 LEASES = """import pathlib, sys, types
-from ckptctl.drill.trial import StalledStorage
+from ckptctl.drill.drilling import StalledStorage
 folder = pathlib.Path(sys.argv[1])
 job = types.SimpleNamespace(names={"step_100": 100}, folder=folder, files_of=lambda name: [])
 try:

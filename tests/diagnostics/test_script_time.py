@@ -9,8 +9,7 @@ import pytest
 from hostile_inputs import SCRIPTS
 from pattern_growth import too_slow
 
-from ckptctl.diagnostics.slurm_checks import _CHECKS, MAX_ADVICE, check_script
-from ckptctl.diagnostics.slurm_script import read_script
+from ckptctl.diagnostics.slurm import _CHECKS, MAX_ADVICE, check_script, read_script
 from ckptctl.logs.log_lines import Deadline
 
 N_BYTES = 2_000

@@ -15,8 +15,8 @@ from services.plugin import S3Server
 from supervisor.supervised_root import processes_with
 
 from ckptctl.drill import job as job_module
+from ckptctl.drill.drilling import FAULTS, Drilled, Trial, as_markdown
 from ckptctl.drill.job import DrillJob, JobOptions, LoggedSteps, copy_step, fingerprint
-from ckptctl.drill.trial import FAULTS, Drilled, Trial, as_markdown
 from ckptctl.errors import StorageFull
 from ckptctl.options import StorageOptions
 

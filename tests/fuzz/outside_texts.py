@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ckptctl.diagnostics.slurm_checks import check_script
-from ckptctl.diagnostics.slurm_script import read_script
+from ckptctl.diagnostics.slurm import check_script, read_script
 from ckptctl.errors import CkptctlError
 from ckptctl.failures.classifying import classify, host_names
 from ckptctl.failures.rank_dumps import NotADump, compare_dumps, evidence_of, read_dump

@@ -11,19 +11,10 @@ from hypothesis import strategies as st
 from ckptctl.goodput.estimating import (
     daly_interval,
     effective_share,
-    mtbf_of,
 )
-from ckptctl.goodput.timeline import poisson_bounds
+from ckptctl.goodput.history import poisson_bounds
 
 HOUR = 3600.0
-
-
-@pytest.mark.parametrize(
-    ("nodes", "rate", "hours"),
-    [(2048, 6.5e-3, 1.803), (16384, 6.5e-3, 0.225), (512, 6.5e-3, 7.21), (2048, 2.34e-3, 5.008)],
-)
-def test_the_mean_time_between_failures_of_measured_fleets(nodes, rate, hours):
-    assert mtbf_of(nodes, rate) / HOUR == pytest.approx(hours, abs=0.002)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +52,7 @@ def test_the_effective_share(interval, mtbf, exact):
 @pytest.mark.parametrize(("interval", "share"), [(3600, 0.6764), (300, 0.9307), (1800, 0.8151)])
 def test_the_effective_share_of_a_published_job(interval, share):
     # 2,048 nodes, saves that do not block, five minutes to start again.
-    mtbf = mtbf_of(2048, 6.5e-3)
+    mtbf = 24 * HOUR / (2048 * 6.5e-3)
     assert first_order_share(interval, 0, mtbf, 300) == pytest.approx(share, abs=1e-4)
     # To first order, a failure costs half an interval even where several fall into one.
     assert share <= effective_share(interval, 0, mtbf, 300) <= share + 0.05

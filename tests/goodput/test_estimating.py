@@ -86,16 +86,6 @@ def test_the_recovery_times_of_a_published_job(parts, total):
     assert found.next_command == "ckptctl cost --interval 3600 --mtbf TIME"
 
 
-def test_nodes_and_their_rate_make_the_mean_time_between_failures():
-    found = ckptctl.recovery_cost(
-        interval_s=3600, save_s=0, n_nodes=2048, failures_per_node_day=6.5e-3
-    )
-    (mtbf,) = [one for one in found.given if one.name == "mtbf"]
-    assert (round(mtbf.value), mtbf.source) == (6490, "worked out")
-    assert found.daly_s is None
-    assert found.share is not None
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -104,7 +94,6 @@ def test_nodes_and_their_rate_make_the_mean_time_between_failures():
         ({"interval_s": float("nan")}, "--interval is nan"),
         ({"interval_s": 1, "mtbf_s": float("inf")}, "--mtbf is inf"),
         ({"interval_s": 1, "load_s": -1}, "--load is -1"),
-        ({"interval_s": 1, "n_nodes": 4}, "belong together"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, says):

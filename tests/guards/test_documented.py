@@ -143,7 +143,7 @@ def test_the_short_help_shows_at_most_twelve_options_and_the_whole_one_names_the
 
 def test_a_hidden_option_is_a_setting_or_of_a_runbook_or_of_a_process_of_ckptctl():
     texts = [path.read_text() for path in (REPOSITORY / "runbooks").glob("*.md")]
-    started = (REPOSITORY / "ckptctl" / "preflight_checks" / "launching.py").read_text()
+    started = (REPOSITORY / "ckptctl" / "preflight_checks" / "nodes.py").read_text()
     for command in CONFIGURED:
         settings = [key.name for key in keys_of(command).values() if key.declared.setting]
         texts += [f"--{name.replace('_', '-')}" for name in settings]

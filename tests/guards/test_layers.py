@@ -200,7 +200,7 @@ zlib_ng
 """.split()  # noqa: SIM905
 
 
-MAY_PRINT = ("cli/output.py", "cli/main.py", "supervisor/node_evidence.py", "train/ledger.py")
+MAY_PRINT = ("cli/output.py", "cli/main.py", "supervisor/evidence.py", "train/ledger.py")
 
 
 def test_only_one_module_prints():

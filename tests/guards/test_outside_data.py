@@ -256,7 +256,7 @@ def journal(root: Path, data: bytes) -> None:
 
 def node_report(root: Path, data: bytes) -> None:
     from ckptctl.errors import StorageUnavailable
-    from ckptctl.preflight_checks.launching import SCHEMA, _reports_in
+    from ckptctl.preflight_checks.nodes import SCHEMA, _reports_in
 
     line = f'{{"schema": "{SCHEMA}", "roots": {data.decode("utf-8", "replace")}}}'
     with pytest.raises(StorageUnavailable) as raised:
@@ -316,7 +316,7 @@ READERS: dict[str, tuple[Probe, ...]] = {
         loss_reads_a_resume_report,
     ),
     "formats/archive/safetensors.py": (safetensors_header, safetensors_index),
-    "preflight_checks/launching.py": (node_report,),
+    "preflight_checks/nodes.py": (node_report,),
     "formats/frameworks/ray_train.py": (snapshot_of_ray,),
     "inspection/sidecars.py": (sidecar,),
     "logs/records.py": (loss_reads_a_log, loss_reads_a_trainer_state),

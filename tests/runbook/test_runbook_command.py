@@ -25,7 +25,7 @@ from next_commands import run_and_follow as run_ckptctl
 from rb_7_inputs import RB_7, settings
 
 from ckptctl.options import StorageOptions
-from ckptctl.runbook.running import _handed_on
+from ckptctl.runbook.engine import _handed_on
 
 AT = "2026-01-02T03:04:05Z"
 

@@ -22,14 +22,13 @@ import ckptctl
 from ckptctl.errors import PathNotFound, UsageError
 from ckptctl.formats.own.run_events import BeganEvent
 from ckptctl.runbook.document import Block, Input, Outcome, Runbook, State, parse
-from ckptctl.runbook.engine import who
+from ckptctl.runbook.engine import Ran, run_runbook, who
 from ckptctl.runbook.executing import as_typed, execute
 from ckptctl.runbook.record import (
     RunRecord,
     TakenOver,
     newest,
 )
-from ckptctl.runbook.running import Ran, run_runbook
 from ckptctl.storage.opening import open_store
 
 PAGE = """# RB-1: Try it

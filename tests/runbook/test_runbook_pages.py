@@ -87,7 +87,7 @@ def broken(old: str, new: str) -> Runbook:
             ),
         ),
         (
-            "| not run | | stop 31 | the loss was not checked: when",
+            "| not run | | stop 31 | the loss was not checked: continue",
             "| not run | | stop | the loss was not checked: when",
             "WatchLoss, block 'loss': `not run` has no exit code; use `stop N`",
         ),

@@ -16,7 +16,7 @@ from next_commands import run_and_follow as run_ckptctl
 from rb_7_inputs import RB_7, settings
 
 from ckptctl.runbook.document import find_runbook
-from ckptctl.runbook.running import _digest
+from ckptctl.runbook.engine import _digest
 
 STORAGE = "storage-corruption"
 RESUME = 'echo "$STEP" > "$ROOT/../resumed"'

@@ -91,7 +91,7 @@ def test_a_runbook_with_an_open_question_ends_with_75_and_creates_nothing(tmp_pa
     code = """
     from runbook.test_runbook_engine import Person
     from ckptctl.runbook.document import find_runbook
-    from ckptctl.runbook.running import run_runbook
+    from ckptctl.runbook.engine import run_runbook
 
     class Slow(Person):
         def decided(self, block, decision):

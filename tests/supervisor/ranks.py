@@ -13,7 +13,7 @@ from contextlib import suppress
 from command_line import clean_environment
 
 from ckptctl.distributed.process_table import Process, entry_of, is_alive
-from ckptctl.supervisor.child import Running
+from ckptctl.supervisor.processes import Running
 
 WAIT = "sys.stdin.read()"
 

@@ -47,11 +47,11 @@ def processes_with(word: str) -> list[int]:
 
 def main() -> None:
     """Run the command line, and kill this process at the write that the environment names."""
-    from ckptctl.supervisor import child, holding
+    from ckptctl.supervisor import holding, processes
 
     # Before other modules are imported, which take these over.
     if not any(word.startswith("s3://") for word in sys.argv):  # requests cost more than the wait
-        child._POLL_S = 0.2
+        processes._ASK_S = 0.2
     if LEASE in os.environ:
         holding.LEASE_S = float(os.environ.pop(LEASE))
         holding.RENEW_S = holding.LEASE_S / 12

@@ -30,9 +30,8 @@ from ckptctl.formats.own.files import as_stored
 from ckptctl.formats.own.supervision import STATE_SCHEMA
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor import holding
-from ckptctl.supervisor.child import Signals
 from ckptctl.supervisor.holding import LocalCopy, Revisions
-from ckptctl.supervisor.processes import MARKER
+from ckptctl.supervisor.processes import MARKER, Signals
 
 KILLABLE = (sys.executable, str(Path(__file__).parent / "supervised_root.py"))
 FAILS = ("sh", "-c", 'echo started >> "$0"; exit 1')

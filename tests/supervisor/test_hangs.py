@@ -29,10 +29,10 @@ from ckptctl.formats.own.heartbeats import (
 from ckptctl.formats.own.supervision import SectionTimes
 from ckptctl.storage.shared_places import open_folder
 from ckptctl.supervisor import evidence
-from ckptctl.supervisor.child import Hang, JobLog
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.options import FACTOR, LONGEST_S, SectionLimits
+from ckptctl.supervisor.processes import Hang, JobLog
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
 BUSY = """

@@ -23,11 +23,10 @@ from services.processes import wait_until
 from ckptctl.distributed.process_table import entry_of
 from ckptctl.formats.own.heartbeats import FOLDER_VARIABLE, SECTIONS
 from ckptctl.supervisor import evidence
-from ckptctl.supervisor.child import Hang, Running
+from ckptctl.supervisor.evidence import collect_elsewhere
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
-from ckptctl.supervisor.node_evidence import collect_elsewhere
 from ckptctl.supervisor.options import SectionLimits
-from ckptctl.supervisor.processes import MARKER, end_processes, marked
+from ckptctl.supervisor.processes import MARKER, Hang, Running, end_processes, marked
 
 PROGRAM = Path(__file__).with_name("node_of_ranks.py")
 FIRST, SECOND = "node-1", "node-2"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptctl.failures.rank_dumps import Frame
-from ckptctl.supervisor.evidence import RankEvidence
+from ckptctl.supervisor.evidence import NodeDocument, RankEvidence, documents_in, line_of
 from ckptctl.supervisor.hangs import name_ranks
-from ckptctl.supervisor.node_evidence import NodeDocument, documents_in, line_of
 
 WAITS = (Frame("all_reduce", "/x/torch/distributed/distributed_c10d.py", 3), Frame("f", "t.py", 9))
 LOADS = (Frame("next", "loader.py", 7), Frame("f", "t.py", 8))

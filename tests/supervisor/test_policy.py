@@ -9,7 +9,6 @@ import pytest
 from ckptctl.errors import OptionError
 from ckptctl.failures.results import Action, Classification, Domain, Restart
 from ckptctl.formats.own.supervision import Attempt, Decision
-from ckptctl.supervisor.child import Hang
 from ckptctl.supervisor.policy import (
     LONGEST_PAUSE_S,
     AttemptEnd,
@@ -23,6 +22,7 @@ from ckptctl.supervisor.policy import (
     series,
     since_progress,
 )
+from ckptctl.supervisor.processes import Hang
 
 SOUND = RootState(0, "", 300, holds_steps=True)
 FAILED = AttemptEnd(1, 10.0, None, None, asked=False)

@@ -29,12 +29,12 @@ from ckptctl.formats.own.heartbeats import (
 from ckptctl.storage.shared_places import open_folder
 from ckptctl.supervisor import evidence, heartbeats
 from ckptctl.supervisor.attempts import LogFolder
-from ckptctl.supervisor.child import Hang, JobLog
 from ckptctl.supervisor.evidence import collect
 from ckptctl.supervisor.hangs import GAP_S, HangWatcher
 from ckptctl.supervisor.heartbeats import Folder
 from ckptctl.supervisor.holding import LocalCopy, new_state
 from ckptctl.supervisor.options import SectionLimits
+from ckptctl.supervisor.processes import Hang, JobLog
 
 GIVEN = dict.fromkeys(SECTIONS, 30.0)
 

@@ -33,7 +33,6 @@ from ckptctl.formats.own.data_ledger import (
 from ckptctl.goodput.data_use import (
     EpochState,
     EpochUse,
-    account_of,
     data_use,
     epochs_of,
 )
@@ -88,7 +87,7 @@ def test_ids_that_are_not_of_the_data_set_are_unknown_and_never_right(samples):
     ledger.add(2, [], epoch=1)
     fields = ledger.collect(2, ProcessGroup(), 0, 1)
     assert fields is not None
-    first, _ = epochs_of(account_of(fields))
+    first, _ = epochs_of(fields)
     assert first.state is EpochState.UNKNOWN
     assert str(first.why).startswith("ids are not of the data set")
 
@@ -115,7 +114,7 @@ def test_a_ledger_continues_where_the_samples_of_an_epoch_are_not_known_and_not_
         later = ledger.collect(2, ProcessGroup(), 0, 1)
         assert later is not None
         assert later["epochs"][0]["count"] == count
-        (use,) = epochs_of(account_of(later))
+        (use,) = epochs_of(later)
         assert (use.state is EpochState.WRONG) is (n == 4)
 
 
@@ -129,7 +128,7 @@ def test_a_ledger_of_a_data_set_beyond_all_bounds_is_unknown_at_once():
         fields["expected"]["order"] = {"seed": 0, "shuffle": True}
         fields["expected"]["sum"] = f"{0:032x}"
         fields["epochs"][0]["spans"] = [{"start": 0, "count": 1, "after": 0}]
-        (use,) = epochs_of(account_of(fields))
+        (use,) = epochs_of(fields)
         assert use.state is EpochState.UNKNOWN
 
 
@@ -206,7 +205,7 @@ def made_run(seed: int, *, is_right: bool, kind: str) -> Run:
 
 
 def uses_of(run: Run) -> tuple[EpochUse, ...]:
-    return tuple(epochs_of(account_of(run.fields)))
+    return tuple(epochs_of(run.fields))
 
 
 def runs(kind: str, *, is_right: bool) -> Iterator[tuple[int, Run, int]]:
@@ -446,7 +445,7 @@ def test_ranks_that_train_the_same_samples_count_once_and_one_that_records_nothi
     )
     assert done.returncode == 0, done.stderr
     fields = json.loads(done.stdout)
-    (use,) = epochs_of(account_of(fields))
+    (use,) = epochs_of(fields)
     if 2 in missing:  # the first rank of its position, which counts for both
         assert fields["unrecorded"] == {"count": 1, "first": 2, "last": 2}
         assert (use.state, use.trained) == (EpochState.UNKNOWN, 6)

@@ -1,27 +1,40 @@
-"""Write what a command found in the text format of Prometheus: `--metrics`.
+"""Send what a command found to other programs: `--metrics` and `--notify`.
 
-Names follow its conventions: a prefix, base units, `_total` for what only grows. A figure that was
-not recorded has no sample. Source: https://prometheus.io/docs/practices/naming/ and
+`--metrics` writes the text format of Prometheus, under its conventions: a prefix, base units,
+`_total` for what only grows. A figure that was not recorded has no sample. `--notify` runs a
+command. One thread sends, in order, so that a slow receiver delays no restart of a job. What cannot
+be sent is a warning and changes no exit code.
+
+Source: https://prometheus.io/docs/practices/naming/ and
 https://prometheus.io/docs/instrumenting/exposition_formats/.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.cli.output import replace_text
+from ckptctl.cli.documents import error_document
+from ckptctl.cli.output import MakeDocument, Output, replace_text
+from ckptctl.cli.rendering import line
+from ckptctl.distributed.commands import run_bounded
+from ckptctl.errors import CkptctlError, OptionError, Unknown, guarded
 from ckptctl.findings import Verdict
+from ckptctl.formatting import counted
+from ckptctl.redaction import redacted_values
 
 if TYPE_CHECKING:
-    from ckptctl.goodput.history import RunHistory
-    from ckptctl.goodput.timeline import Goodput
+    from concurrent.futures import Future
+
+    from ckptctl.goodput.history import Goodput, RunHistory
     from ckptctl.selection.picking import Scan
     from ckptctl.selection.watching import Event
-
 
 _FAMILIES: Mapping[str, str] = {
     "ckptctl_run_up": "Whether the record of the run could be read.",
@@ -71,7 +84,10 @@ def metrics_text(samples: Iterable[Sample]) -> str:
     for sample in samples:
         # An integer may be larger than any float: then the figure is not known.
         if sample.value is not None and abs(sample.value) < sys.float_info.max:
-            found[sample.name].append(f"{sample.name}{_labels(sample.labels)} {sample.value:.12g}")
+            labels = ",".join(
+                f'{name}="{_escaped(value)}"' for name, value in sample.labels.items()
+            )
+            found[sample.name].append(f"{sample.name}{{{labels}}} {sample.value:.12g}")
     return "".join(
         f"# HELP {name} {about}\n"
         f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n"
@@ -119,7 +135,7 @@ def watch_samples(
 
 
 def _values(goodput: Goodput | None) -> Iterator[tuple[str, dict[str, str], float | None]]:
-    from ckptctl.goodput.timeline import BUCKETS
+    from ckptctl.goodput.history import BUCKETS
 
     yield "ckptctl_run_up", {}, float(goodput is not None)
     if goodput is None:
@@ -138,10 +154,95 @@ def _values(goodput: Goodput | None) -> Iterator[tuple[str, dict[str, str], floa
     yield "ckptctl_run_max_productive_step", {}, None if step is None else float(step)
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    pairs = (f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return f"{{{','.join(pairs)}}}"
-
-
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+TIMEOUT_S = 60.0
+"""How long a command may run."""
+
+
+class Notifier:
+    """Sends documents to the receiver that `--notify` names; without one it sends nothing.
+
+    As a context manager it sends the error that ends a command, too.
+
+    Raises `UsageError` where `given` is no command.
+    """
+
+    def __init__(self, given: str | None, out: Output) -> None:
+        self._out = out
+        self._sent: list[Future[None]] = []
+        self._words: list[str] = []
+        if given is not None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._words = _words(given)
+            self._thread = ThreadPoolExecutor(1)
+
+    def send(self, document: MakeDocument) -> None:
+        """Send a document, behind those that are not sent yet; returns at once."""
+        if not self._words:
+            return
+        body = guarded(
+            "making the document", lambda: json.dumps(redacted_values(document())).encode()
+        )
+        if isinstance(body, Unknown):
+            self._warn(f"{body.message}; it was not sent")
+        else:
+            self._sent.append(self._thread.submit(self._deliver, body))
+
+    def __enter__(self) -> Notifier:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Send the error that ends the command; wait for what is not sent yet, two minutes."""
+        if isinstance(error, CkptctlError):
+            self.send(partial(error_document, error, self._out.command))
+        if not self._sent:
+            return
+        from concurrent.futures import wait
+
+        left = wait(self._sent, timeout=2 * TIMEOUT_S).not_done
+        if left:
+            warning = f"warning: --notify: {counted(len(left), 'document')} not sent in time"
+            self._out.lines([line(warning, hang=2)], to=self._out.err)
+
+    def _deliver(self, body: bytes) -> None:
+        sent = guarded("sending", lambda: _run(self._words, body))
+        if sent is not None:
+            self._warn(sent.message if isinstance(sent, Unknown) else sent)
+
+    def _warn(self, why: str) -> None:
+        self._out.lines([line(f"warning: --notify {why}", hang=2)], to=self._out.err)
+
+
+def _words(given: str) -> list[str]:
+    if given.startswith(("http://", "https://")):
+        raise OptionError(
+            "--notify",
+            "is a command, and not an address: --notify 'curl -fsS -H "
+            "Content-Type:application/json --data-binary @- URL'",
+        )
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise OptionError("--notify", f"is {given!r}: {error}") from None
+    if not words:
+        raise OptionError("--notify", "is empty; it names the command to run")
+    return words
+
+
+def _run(words: list[str], body: bytes) -> str | None:
+    """Run a command; returns why that failed. What it prints is dropped.
+
+    Its arguments may be secrets.
+    """
+    name = shlex.quote(words[0])
+    try:
+        code = run_bounded(words, TIMEOUT_S, data=body).code
+    except TimeoutError:
+        return f"{name} did not end within {TIMEOUT_S:.0f} s, and was ended"
+    except OSError as error:
+        return f"{name} could not be started: {error.strerror}"
+    return f"{name} ended with {code}" if code else None
