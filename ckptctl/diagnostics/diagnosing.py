@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 import ckptctl
 from ckptctl.diagnostics.advice import CHECKS, Advice, Diagnosis, advice_of, diagnosis
@@ -36,10 +36,6 @@ from ckptctl.selection.targets import check_root_there
 from ckptctl.storage.contract import Store, read_range, storage_time_s
 from ckptctl.storage.logs import STDIN, read_bytes
 from ckptctl.storage.opening import absolute_url, join_url, open_store
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 SUBJECTS = ("slurm", "env", "storage")
 _MAX_SCRIPT = 1 << 20

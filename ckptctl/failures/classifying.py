@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.distributed.launcher import expand
 from ckptctl.errors import Unknown, UsageError, guarded
@@ -40,10 +40,6 @@ from ckptctl.failures.results import (
 from ckptctl.failures.rules import FOLLOWING
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import MOST, clamped, whole
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 SAME_MOMENT_S = 60.0
 """Times of two machines that differ by less do not show which event was first."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Unpack
 
 from ckptctl.errors import StorageError
 from ckptctl.formats.own.data_ledger import (
@@ -33,9 +33,6 @@ from ckptctl.selection.targets import parse_target
 from ckptctl.selection.verifying import open_target
 from ckptctl.storage.contract import Store
 from ckptctl.train.samples import Order
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 FIRST_IDS = 10
 """Ids that a report names."""

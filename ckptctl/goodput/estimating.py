@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from ckptctl.errors import OptionError, UsageError
 from ckptctl.formats.frameworks.layouts import compile_pattern, is_own
@@ -28,8 +28,6 @@ from ckptctl.selection.watching import pauses_s
 from ckptctl.storage.opening import open_store
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from ckptctl.goodput.history import RunHistory
 
 

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.errors import CkptctlError, OptionError, OwnFileUnreadable, UsageError
 from ckptctl.formats.own.ledger import (
@@ -45,9 +45,6 @@ from ckptctl.selection.roots import list_root
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
 from ckptctl.supervisor.holding import STATE_FOLDER, Revisions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.errors import LogWithoutLoss, OptionError, UsageError
 from ckptctl.findings import Finding, in_order
@@ -40,9 +40,6 @@ from ckptctl.model import ExitCode
 from ckptctl.options import StorageKeywords, StorageOptions, options_from
 from ckptctl.storage.logs import STDIN
 from ckptctl.storage.opening import local_path
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)

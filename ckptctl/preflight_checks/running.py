@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.distributed.launcher import Cluster, cluster_context
 from ckptctl.distributed.process_group import ProcessGroup
@@ -49,10 +49,6 @@ from ckptctl.selection.picking import Pick, answer_of, check_create, scan
 from ckptctl.selection.targets import Roots, roots_in
 from ckptctl.storage.contract import Store
 from ckptctl.storage.opening import open_store
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 _DEEP_STEPS = 20
 _SHOWN_TERMS = 8

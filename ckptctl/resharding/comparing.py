@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.errors import StepDamaged, UsageError
 from ckptctl.findings import EXIT_DIFFERS, Severity, Verdict
@@ -49,10 +49,6 @@ from ckptctl.resharding.sources import (
 )
 from ckptctl.selection.verifying import OpenTarget, open_target
 from ckptctl.storage.contract import read_range
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 _ROOM = ThreadLimits(2, 1 << 20, 64 << 20)
 

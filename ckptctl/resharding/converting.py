@@ -20,67 +20,59 @@ together or states the intent.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ckptctl.errors import OptionError, UsageError
-from ckptctl.findings import Report
-from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
-from ckptctl.formats.families import CONVERSIONS
-from ckptctl.formats.frameworks.file_names import kind_of_file
-from ckptctl.formats.frameworks.layouts import (
-    FLAT_SUFFIXES,
-    METADATA,
-    counts_training_steps,
-    shard_rank,
-    step_name,
-)
-from ckptctl.formatting import command_line, counted
-from ckptctl.inspection.content import Asked
-from ckptctl.inspection.inspecting import Inspection, inspect_step
-from ckptctl.model import SHARDED, Level, PartFormat
-from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
-from ckptctl.records.byte_pass import Limits, OnProgress
-from ckptctl.resharding.executing import DEFAULT_MEMORY, WriteOptions
-from ckptctl.resharding.exporting import Export, to_flat, to_safetensors, write_export
-from ckptctl.resharding.planning import check_world_size
-from ckptctl.resharding.results import Converted, not_converted
-from ckptctl.resharding.sources import SourceDamaged, check_format, source_in, source_of
-from ckptctl.resharding.steps import check_is_path, inspect_whole, target_place
-from ckptctl.selection.verifying import OpenTarget, open_target
-from ckptctl.storage.contract import ShortRead
-from ckptctl.storage.opening import join_url, parent_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
-from ckptctl.errors import RecordUnreadable
-from ckptctl.findings import Finding, Verdict
-from ckptctl.formats.frameworks.file_names import lost_before_others
-from ckptctl.formats.frameworks.layouts import is_own
+from ckptctl.errors import OptionError, RecordUnreadable, UsageError
+from ckptctl.findings import Finding, Report, Verdict
+from ckptctl.formats.archive.safetensors import INDEX_SUFFIX, SUFFIX
+from ckptctl.formats.families import CONVERSIONS
+from ckptctl.formats.frameworks.file_names import kind_of_file, lost_before_others
+from ckptctl.formats.frameworks.layouts import (
+    FLAT_SUFFIXES,
+    METADATA,
+    counts_training_steps,
+    is_own,
+    shard_rank,
+    step_name,
+)
 from ckptctl.formats.frameworks.parts import may_be_archive
-from ckptctl.formatting import some_of
+from ckptctl.formatting import command_line, counted, some_of
+from ckptctl.inspection.content import Asked
+from ckptctl.inspection.inspecting import Inspection, inspect_step
 from ckptctl.inspection.open_step import OpenStep
 from ckptctl.inspection.shape import check_unchanged
 from ckptctl.inspection.stages import inspect_safetensors
 from ckptctl.inspection.train_state import NO_STATE
-from ckptctl.model import FileInfo, Part, Step
+from ckptctl.model import SHARDED, FileInfo, Level, Part, PartFormat, Step
+from ckptctl.options import Requirements, StorageKeywords, StorageOptions, options_from
 from ckptctl.outside_numbers import clamped
-from ckptctl.resharding.executing import Place, write
-from ckptctl.resharding.planning import TargetLayout, plan
+from ckptctl.records.byte_pass import Limits, OnProgress
+from ckptctl.resharding.executing import DEFAULT_MEMORY, Place, WriteOptions, write
+from ckptctl.resharding.exporting import Export, to_flat, to_safetensors, write_export
+from ckptctl.resharding.planning import TargetLayout, check_world_size, plan
 from ckptctl.resharding.reading import files_of_index, open_flat, read_safetensors
-from ckptctl.resharding.results import left_out
-from ckptctl.resharding.sources import RankFile, Source, SourcePart, check_is_copied, refusal
-from ckptctl.storage.contract import Store, list_if_there
-from ckptctl.storage.opening import base_name, open_store
+from ckptctl.resharding.results import Converted, left_out, not_converted
+from ckptctl.resharding.sources import (
+    RankFile,
+    Source,
+    SourceDamaged,
+    SourcePart,
+    check_format,
+    check_is_copied,
+    refusal,
+    source_in,
+    source_of,
+)
+from ckptctl.resharding.steps import check_is_path, inspect_whole, target_place
+from ckptctl.selection.verifying import OpenTarget, open_target
+from ckptctl.storage.contract import ShortRead, Store, list_if_there
+from ckptctl.storage.opening import base_name, join_url, open_store, parent_url
 
 
 def convert(

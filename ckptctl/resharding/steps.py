@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ckptctl.distributed.process_group import ProcessGroup
 from ckptctl.errors import OptionError, UsageError
@@ -39,9 +39,6 @@ from ckptctl.storage.opening import (
     open_store,
     parent_url,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def reshard(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import Unpack, cast
 
 from ckptctl.errors import MissingExtra, UsageError
 from ckptctl.formatting import path_word
@@ -25,9 +25,6 @@ from ckptctl.storage.local import LocalStore
 from ckptctl.storage.objects import Client, ObjectStore
 from ckptctl.storage.s3 import checked_settings
 from ckptctl.storage.waiting import Retries
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _ONE_SLASH = re.compile(r"(file|s3a?|gc?s|az|abfss?|https?|memory):(?!//)", re.IGNORECASE)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from ckptctl.distributed.launcher import ATTEMPT, RESTART_COUNT, cluster_context
 from ckptctl.errors import CkptctlError, StorageError, Unknown, UsageError, guarded
@@ -83,9 +83,6 @@ from ckptctl.supervisor.policy import (
 from ckptctl.supervisor.processes import MARKER, Hang, JobLog, Running, Signals, Watcher
 from ckptctl.supervisor.slurm import ask as ask_slurm
 from ckptctl.supervisor.slurm import is_srun, job_id
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
