@@ -48,10 +48,7 @@ class NoRendezvous(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The job, the nodes and the rank of a process; null where no variable gives a value.
-
-    `node` is this machine, `local_` is among the processes on it.
-    """
+    """The job, the nodes and the rank of a process; null where no variable gives a value."""
 
     scheduler: str
     """`slurm`, `kubernetes` or `none`."""
@@ -59,8 +56,11 @@ class Cluster:
     """`torchrun` (and all that use its agent), `srun`, `mpirun`, `environment` (something else set
     `RANK` and `WORLD_SIZE`) or `none`."""
     node: str
+    """This machine."""
     job: str | None = None
+    """The scheduler's id of the job."""
     job_name: str | None = None
+    """Its name."""
     run_id: str | None = None
     """The id that torchrun was given."""
     requeues: int | None = None
@@ -70,17 +70,25 @@ class Cluster:
     max_restarts: int | None = None
     """How often the launcher does that at most."""
     rank: int | None = None
+    """The rank of this process."""
     world_size: int | None = None
+    """The processes of the job."""
     local_rank: int | None = None
+    """The rank of this process among those on this machine."""
     local_world_size: int | None = None
+    """The processes on this machine."""
     nodes: int | None = None
+    """The machines of the job."""
     node_rank: int | None = None
+    """The rank of this machine."""
     node_list: str | None = None
     """All machines, in the scheduler's own short form (`gpu-[007-009]`)."""
     pod: str | None = None
+    """The pod in Kubernetes."""
     gpus_per_node: int | None = None
     """What the scheduler granted on this machine."""
     ends_at: Time | None = None
+    """When the scheduler will end the job."""
 
     @property
     def restarted(self) -> bool:
