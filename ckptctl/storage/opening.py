@@ -23,7 +23,7 @@ from ckptctl.redaction import HIDDEN, clean_addresses, hide_address
 from ckptctl.storage.contract import Store, Wrapped
 from ckptctl.storage.local import LocalStore
 from ckptctl.storage.objects import Client, ObjectStore
-from ckptctl.storage.s3 import checked_settings
+from ckptctl.storage.s3 import checked_settings, meanings
 from ckptctl.storage.waiting import Retries
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
@@ -99,6 +99,7 @@ def _s3_client(
             next_command=f"pip install 'ckptctl[{_S3_CLIENTS[str(chosen)]}]'",
         )
     options = checked_settings(options)
+    meanings()  # read now: an error may be that this process can open no more files
     if chosen == "obstore":
         from ckptctl.storage.obstore_client import ObstoreClient
 

@@ -208,7 +208,7 @@ _ERRORS: Mapping[str, type[StorageError]] = {
 @cache
 def meanings() -> Mapping[str | int, Meaning]:
     """The meanings in `s3_answers.toml`, by their names, by error codes and by HTTP status."""
-    import tomllib  # for errors alone
+    import tomllib  # for S3 alone
 
     found: dict[str | int, Meaning] = {}
     with open(os.path.join(os.path.dirname(__file__), "s3_answers.toml"), "rb") as file:

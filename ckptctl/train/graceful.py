@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckptctl.distributed.launcher import cluster_context
 from ckptctl.distributed.process_group import ProcessGroup, make_group
 from ckptctl.errors import UsageError
 from ckptctl.formatting import seconds_of
+from ckptctl.storage.waiting import start_daemon
 
 _CLOSE = 0  # not the number of a signal
 _QUIET, _STOPPING, _OVER = 0, 1, 2
@@ -217,7 +219,7 @@ class GracefulStop:
         ends_at = cluster_context().ends_at
         self._ends_s = None if ends_at is None else seconds_of(ends_at)
         self._listener = Listener(signals, self._on_signal)
-        self._timers: list[threading.Timer] = []
+        self._deadlines: SimpleQueue[tuple[float, float] | None] = SimpleQueue()
         self._every = every
         self._group = group
         self._n_asked = 0
@@ -228,13 +230,14 @@ class GracefulStop:
     def __enter__(self) -> GracefulStop:
         if self._group is None:
             self._group = make_group()
+        # Started before it is needed: a node that stops a job may have no room for a thread.
+        start_daemon("ckptctl-deadline", self._end_late)
         self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._listener.stop()
-        for timer in self._timers:
-            timer.cancel()
+        self._deadlines.put(None)
 
     @property
     def asked(self) -> bool:
@@ -290,16 +293,22 @@ class GracefulStop:
             deadline_s = min(deadline_s, max(0.0, left_s) + _AFTER_THE_END_S)
         if math.isinf(deadline_s):
             return
-        code = 128 + (self._received[0] if self._received else self._agreed)
-
-        def end() -> None:
-            why = f"still running {deadline_s:g} s after the signal"
-            os.write(_STDERR, f"ckptctl: {why}: ending now, with code {code}\n".encode())
-            faulthandler.dump_traceback(_STDERR)
-            os._exit(code)
-
         self._force_s = now_s + deadline_s
-        timer = threading.Timer(deadline_s, end)
-        timer.daemon = True
-        timer.start()
-        self._timers.append(timer)
+        self._deadlines.put((self._force_s, deadline_s))
+
+    def _end_late(self) -> None:
+        """Wait for the earliest deadline, and end the process there."""
+        earliest = self._deadlines.get()
+        while earliest is not None:
+            try:
+                other = self._deadlines.get(timeout=max(0.0, earliest[0] - time.monotonic()))
+            except Empty:
+                break
+            earliest = None if other is None else min(earliest, other)
+        else:
+            return
+        code = 128 + (self._received[0] if self._received else self._agreed)
+        why = f"still running {earliest[1]:g} s after the signal"
+        os.write(_STDERR, f"ckptctl: {why}: ending now, with code {code}\n".encode())
+        faulthandler.dump_traceback(_STDERR)
+        os._exit(code)

@@ -91,8 +91,11 @@ def ping(group: ProcessGroup | None = None, *, timeout_s: float = _TIMEOUT_S) ->
     began_s = time.monotonic()
     try:
         dist.monitored_barrier(group.handle, timedelta(seconds=timeout_s), wait_all_ranks=True)
-        number = torch.ones(1, device="cuda" if on_gpu else "cpu")
-        until_s = time.monotonic() + timeout_s
+    except RuntimeError as error:
+        raise ranks_lost(error) from error
+    number = torch.ones(1, device="cuda" if on_gpu else "cpu")  # its error is no lost rank
+    until_s = time.monotonic() + timeout_s
+    try:
         work = dist.all_reduce(number, group=world, async_op=True)
         while not work.is_completed():
             if time.monotonic() > until_s:

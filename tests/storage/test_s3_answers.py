@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 
 import pytest
+from command_line import clean_environment
 from services.counting_proxy import Answer, CountingProxy
 from services.plugin import S3Server
 
@@ -201,6 +204,42 @@ def test_an_answer_that_passes_is_asked_for_again(store, proxy, code):
     proxy.break_request("GET", Answer(503 if meanings()[code].error is Throttled else 400, code))
     assert store.read("a file", limit=100) == b"data"
     assert proxy.counts["GET"] == 2
+
+
+_WITHOUT_DESCRIPTORS = """
+import os, resource, sys
+from ckptctl.storage.opening import open_store
+
+url, client = sys.argv[1:]
+with open_store(url, storage_options={"client": client}) as store:
+    store.put("b", b"1", replace=True)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, most))
+    held = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    problem = None
+    try:
+        store.read("no such file", limit=100)
+    except Exception as error:
+        problem = error
+    for descriptor in held:
+        os.close(descriptor)
+    print(type(problem).__name__)
+"""
+
+
+@pytest.mark.server
+def test_an_answer_is_understood_where_no_file_can_be_opened(s3_moto, client):
+    url = f"s3://{s3_moto.bucket}/{uuid.uuid4().hex}"
+    words = [sys.executable, "-c", _WITHOUT_DESCRIPTORS, url, client]
+    environment = clean_environment(**s3_moto.environment)
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    # The answer comes over a connection that is open already, or none can be opened.
+    assert done.stdout.strip() in ("PathNotFound", "StorageUnavailable")
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -166,6 +166,27 @@ with GracefulStop(deadline_s=1.0) as stop:
     assert "all_reduce" in err
 
 
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_rank_that_hangs_where_no_thread_can_be_started_is_ended(tmp_path: Path):
+    hang = """
+import resource
+from ckptctl.train import GracefulStop
+with GracefulStop(deadline_s=1.0) as stop:
+    n_pages = int(open("/proc/self/statm").read().split()[0])
+    n_most = n_pages * resource.getpagesize() + (1 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (n_most, resource.RLIM_INFINITY))
+    say("ready")
+    time.sleep(600)
+"""
+    with ranks(hang, 1, tmp_path) as (process,):
+        wait_for(process, "ready")
+        process.terminate()
+        ((code, _, err),) = ends([process])
+    assert code == 143, err
+    assert "still running 1 s after the signal: ending now, with code 143" in err
+
+
 # Several ranks
 
 

@@ -100,3 +100,23 @@ os._exit(0)
         "lost the ranks answer over gloo, but gloo gave no answer in 2 s: "
         "a GPU or its network hangs"
     )
+
+
+@pytest.mark.slow
+def test_a_gpu_without_memory_is_no_lost_rank(tmp_path: Path):
+    code = """
+import torch
+group = make_group()
+def full(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+torch.ones = full
+try:
+    ping(group, timeout_s=20.0)
+except (RanksLost, torch.OutOfMemoryError) as error:
+    say("problem", error)
+"""
+    with ranks(PING + code, 2, tmp_path) as started:
+        for process in started:
+            wait_for(process, "looked")
+        ended = ends(started)
+    assert [(code, out) for code, out, _ in ended] == [(0, ["problem CUDA out of memory"])] * 2
