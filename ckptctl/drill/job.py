@@ -170,7 +170,7 @@ class DrillJob:
     names: dict[str, int] = field(default_factory=dict)
     """The steps up to the newest that was usable, by the paths of their folders."""
     copied_by: str = ""
-    """How the copy of the root was made; see `copying.copy_step`."""
+    """How the copy of the root was made; see `copy_step`."""
     saving: bool = False
     refused: tuple[str, ...] = ()
     """Why the saved steps behind the newest usable one are not usable, newest first."""

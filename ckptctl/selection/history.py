@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -456,7 +455,7 @@ def take_token(store: Store, name_attempt: Callable[[str | None], str]) -> Token
             "number": number,
             "attempt": attempt,
             "at": time_now(),
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "pid": os.getpid(),
         }
         try:
