@@ -112,9 +112,9 @@ def page(name: str) -> Page:
 
     Raises `UsageError` for anything else, with the names that come close.
     """
-    name = name.lstrip("0") or "0" if name.isdecimal() else name
-    if name in _names():
-        return _page(name)
+    own = name.lstrip("0") or "0" if name.isdecimal() else name
+    if own in _names():
+        return _page(own)
     message = f"there is nothing to explain under the name {name!r}"
     if below := [code for code in sorted((*CODES, *CHECKS)) if code.startswith(f"{name}.")]:
         raise UsageError(

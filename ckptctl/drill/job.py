@@ -20,7 +20,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -35,11 +35,12 @@ from ckptctl.formatting import command_line
 from ckptctl.inspection.seals import ROOT_FILE
 from ckptctl.logs.rows import Marker, Row
 from ckptctl.loss.following import FileTail
+from ckptctl.model import FileInfo
 from ckptctl.options import StorageOptions
 from ckptctl.selection.picking import pick
 from ckptctl.selection.roots import list_root
 from ckptctl.starting import OwnCommand, find_program, own_command
-from ckptctl.storage.contract import Span
+from ckptctl.storage.contract import Span, Store
 from ckptctl.storage.files import FULL, error_of, full
 from ckptctl.storage.opening import absolute_url, is_local, open_store
 from ckptctl.storage.shared_places import open_folder, open_named, open_place
@@ -467,16 +468,14 @@ def copy_step(root: str, step: str, target: Path, storage: StorageOptions) -> st
     """
     cloned: list[bool] = []
     with storage_errors(target), open_store(root, storage) as store:
-        # A pipe would be read forever, and a link that leads nowhere is not part of a step.
-        wanted = [*store.list_tree(step)]
+        wanted = [*_files(store, store.list_tree(step))]
         for above in Path(step).parents:  # the folder of the step, up to the root itself
             beside = store.list_dir("" if str(above) == "." else str(above))
-            wanted += [info for info in beside if info.size <= _BESIDE_BYTES]
+            wanted += [info for info in _files(store, beside) if info.size <= _BESIDE_BYTES]
         with suppress(PathNotFound):
-            wanted += [info for info in store.list_dir(OWN_FOLDER) if info.path == ROOT_FILE]
+            own = _files(store, store.list_dir(OWN_FOLDER))
+            wanted += [info for info in own if info.path == ROOT_FILE]
         for info in wanted:
-            if info.kind != "file":
-                continue
             out = target / info.path
             out.parent.mkdir(parents=True, exist_ok=True)
             if store.folders is not None:
@@ -490,6 +489,18 @@ def copy_step(root: str, step: str, target: Path, storage: StorageOptions) -> st
         if store.folders is None:
             return "download"
     return "reflink" if cloned and all(cloned) else "copy"
+
+
+def _files(store: Store, listed: Iterable[FileInfo]) -> Iterator[FileInfo]:
+    """The files, and those to which links of a local root lead: the job reads them, too."""
+    for info in listed:
+        found = info
+        if info.kind == "link" and store.folders is not None:
+            path = store.folders.path_of(info.path)
+            if os.path.isfile(path):  # a link that leads nowhere is not part of a step
+                found = replace(info, kind="file", size=os.path.getsize(path))
+        if found.kind == "file":  # a pipe would be read forever
+            yield found
 
 
 def _copy_file(source: str, target: Path) -> bool:

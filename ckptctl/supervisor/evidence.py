@@ -505,9 +505,6 @@ def _dumps(
     return tuple(found), tuple(set_aside)
 
 
-# Annotations stay objects, so that reading a document evaluates no string as code.
-
-
 _MARKER_OF_JOB = "CKPTCTL_COLLECTS"
 """The marker of the job: under its own name the collector would be one of its processes."""
 _BEGIN = "ckptctl-evidence "

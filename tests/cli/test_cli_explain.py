@@ -62,10 +62,10 @@ def test_a_verdict_names_the_codes_that_force_it():
 
 
 @pytest.mark.parametrize(
-    "name", ["shard.truncted", "incomplet", "4", "999999999999999999999", "", "²"]
+    "name", ["shard.truncted", "incomplet", "4", "0404", "999999999999999999999", "", "²"]
 )
 def test_what_is_not_there_is_an_error(name):
-    with pytest.raises(UsageError, match="nothing to explain"):
+    with pytest.raises(UsageError, match=f"nothing to explain under the name '{name}'"):
         page(name)
 
 

@@ -132,6 +132,20 @@ def test_a_copy_leaves_out_what_is_no_file(root: Path, tmp_path: Path):
     assert not list((tmp_path / "copy" / "step_30").glob("[pl]*"))
 
 
+def test_a_copy_has_the_files_to_which_links_of_the_real_root_lead(root: Path, tmp_path: Path):
+    (tmp_path / "small").write_text("{}")
+    (tmp_path / "large").write_bytes(b"#" * (2 << 20))
+    for link in (root / "step_30" / "tokenizer.json", root / "tokenizer.json"):
+        link.symlink_to(tmp_path / "small")
+    (root / "data.bin").symlink_to(tmp_path / "large")
+    copy = tmp_path / "copy"
+    copy_step(str(root), "step_30", copy, StorageOptions())
+    for path in (copy / "step_30" / "tokenizer.json", copy / "tokenizer.json"):
+        assert path.read_text() == "{}"
+        assert not path.is_symlink()
+    assert not (copy / "data.bin").exists()  # large, and beside the step
+
+
 def test_a_copy_for_which_there_is_no_space_is_an_error_of_the_storage(root: Path, tmp_path: Path):
     folder = tmp_path / "copy" / "step_30"
     folder.mkdir(parents=True)

@@ -236,6 +236,16 @@ def test_a_loss_with_all_digits_of_a_double_is_shown_with_seven(tmp_path):
     assert re.search(r"\n +11  4\.571429  4\.571429 ", done.stdout), done.stdout
 
 
+@pytest.mark.parametrize("norm", ["inf", "nan"])
+def test_a_gradient_norm_that_is_not_finite_is_shown_beside_the_other(tmp_path, norm):
+    log = tmp_path / "train.log"
+    lines = [f"step {n} loss: {3 + 1 / n:.6f} grad_norm: 1.5\n" for n in range(1, 21)]
+    again = [line.replace("1.5", norm) if " 15 " in line[:8] else line for line in lines[10:]]
+    log.write_text("".join([*lines, "ckptctl: resuming from step 10: r/step_10\n", *again]))
+    done = run_ckptctl("loss", log)
+    assert re.search(rf"\n +15 .* 1\.5 \S+ {norm}\n", done.stdout), (done.stdout, done.stderr)
+
+
 def test_rows_of_megatron_that_are_no_single_step_are_left_out(tmp_path):
     def logged(first, last):
         both, begun = [], False
