@@ -36,22 +36,19 @@ class _Daemon(threading.Thread):
     lacks_memory = False
 
     def _bootstrap(self) -> None:
-        own: Any = super()
+        inherited: Any = super()
         try:
-            own._bootstrap()
+            inherited._bootstrap()
         except MemoryError:
             self.lacks_memory = True
-            self._end_start(self)
-
-    @staticmethod
-    def _end_start(thread: Any) -> None:
-        while True:
-            try:
-                thread._started.set()
-            except MemoryError:
-                time.sleep(0)  # another thread frees memory
-            else:
-                return
+            started: threading.Event = vars(self)["_started"]
+            while True:
+                try:
+                    started.set()
+                except MemoryError:
+                    time.sleep(0)  # another thread frees memory
+                else:
+                    return
 
 
 def start_daemon(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
