@@ -6,14 +6,13 @@ import os
 import sys
 
 import torch
-from job_options import die, job_options
+from job_options import define_torchvision_operators, die, job_options
 
 from ckptctl import CkptctlError
 from ckptctl.train import resolve
 
 os.environ.setdefault("NODE_RANK", "0")  # which torchrun does not set, and Composer demands
-for name in ("nms", "qnms"):  # Composer imports torchvision, whose operators are for CUDA
-    torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+define_torchvision_operators()
 
 options = job_options()
 

@@ -35,6 +35,14 @@ def job_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def define_torchvision_operators() -> None:
+    """Let torchvision be imported where its operators are built for CUDA."""
+    import torch
+
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+
+
 def die() -> None:
     """SIGKILL on every rank, once the save before is sealed: it would else depend on chance."""
     import torch

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from job_options import die, job_options, run_recipe
+from job_options import define_torchvision_operators, die, job_options, run_recipe
 
+define_torchvision_operators()
 options = job_options()
-for name in ("nms", "qnms"):  # for a torchvision whose operators are built for CUDA
-    torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
 
 
 def at_step(step: int) -> None:
