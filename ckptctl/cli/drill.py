@@ -34,15 +34,16 @@ EXIT_CODES: Mapping[str, tuple[int, ...]] = {
     "rerun": (0, 2, 10, 11, 31, 34, 75, 77, 93),
 }
 
+ReadRootOpt = Annotated[
+    str,
+    Parameter(
+        "--root ROOT", "Folder or URL with the steps of the run. It is read and never written."
+    ),
+]
+
 
 def drill(
-    root: Annotated[
-        str,
-        Parameter(
-            "--root ROOT",
-            "Folder or URL with the steps of the run. It is read and never written.",
-        ),
-    ],
+    root: ReadRootOpt,
     command: Annotated[
         list[str] | None,
         Parameter(
@@ -94,12 +95,7 @@ def drilled_lines(found: Drilled, work: str) -> list[Line]:
 
 
 def rerun(
-    root: Annotated[
-        str,
-        Parameter(
-            "--root ROOT", "Folder or URL with the steps of the run. It is read and never written."
-        ),
-    ],
+    root: ReadRootOpt,
     command: Annotated[
         list[str] | None,
         Parameter(

@@ -50,8 +50,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 EXIT_CODES: Mapping[str, tuple[int, ...]] = {
-    "reshard": (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77),
-    "convert": (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77),
+    **dict.fromkeys(("reshard", "convert"), (0, 2, 10, 11, 20, 21, 22, 25, 26, 27, 75, 77)),
     "diff": (0, 2, 10, 11, 21, 25, 26, 28, 75, 77),
 }
 
