@@ -23,11 +23,12 @@ from ckptctl.formats.archive.safetensors import (
     header_length,
     parse_header,
     parse_index,
+    whole_tensor,
 )
 from ckptctl.formatting import counted, inside, some_of
 from ckptctl.inspection.coverage import check_coverage
 from ckptctl.inspection.presence import escape_reason
-from ckptctl.model import Chunk, Chunks, FileInfo, Part, TensorEntry
+from ckptctl.model import FileInfo, Part
 
 _ONE_OF_SEVERAL = re.compile(
     r"(?P<before>.*model(?:\.\w+)?)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<suffix>\.\w+)"
@@ -145,12 +146,9 @@ def _check_tensors(headers: Headers) -> Iterator[Finding]:
             message = "its shards differ in dtype or in the number of dimensions"
             yield Finding("record.mismatch", name, message)
             continue
-        chunks = Chunks.of(
-            len(parts[0].shape), [Chunk(part.offsets, part.shape, None) for part in parts]
+        yield from check_coverage(
+            whole_tensor(name, parts[0].dtype, [(part, None) for part in parts])
         )
-        ends = [map(sum, zip(part.offsets, part.shape, strict=True)) for part in parts]
-        shape = tuple(max(dim) for dim in zip(*ends, strict=True))
-        yield from check_coverage(TensorEntry(name, parts[0].dtype, shape, chunks))
 
 
 def check_index(

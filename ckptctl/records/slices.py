@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ckptctl.formats.archive.writing import tensor_frame
+from ckptctl.formats.pickles.values import strides_of
 from ckptctl.records.byte_pass import Piece
 from ckptctl.records.verification import CrcPart, ElementChecksum
 
@@ -88,10 +89,7 @@ class ByteSlice(NamedTuple):
 
 def row_major(sizes: Sequence[int], item_bytes: int = 1) -> Dims:
     """The strides of a row-major tensor, in elements, or in bytes with `item_bytes`."""
-    strides = [item_bytes] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return tuple(strides)
+    return tuple(item_bytes * step for step in strides_of(sizes))
 
 
 def position(index: Sequence[int], strides: Sequence[int]) -> int:

@@ -45,6 +45,7 @@ from ckptctl.formats.archive.safetensors import (
     StoredTensor,
     parse_header,
     parse_index,
+    whole_tensor,
 )
 from ckptctl.formats.archive.state_file import FlatEntry, NotPlain, flattened, pickled_value
 from ckptctl.formats.archive.writing import WRITABLE, value_record
@@ -321,13 +322,8 @@ def _tensors(
         if dtype is None:
             stored = held[0][0].dtype
             raise UsageError(f"{name} is of dtype {stored}, which torch does not support")
-        ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in held]
-        shape = tuple(max(dim) for dim in zip(*ends, strict=True))
         fqn, keys = (f"{under}.{name}", (under, name)) if under else (name, (name,))
-        chunks = Chunks.of(
-            len(shape), [Chunk(one.offsets, one.shape, place) for one, place in held]
-        )
-        tensors.append(TensorEntry(fqn, dtype, shape, chunks, keys))
+        tensors.append(whole_tensor(fqn, dtype, held, keys))
     return tensors
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import RecordUnreadable
 from ckptctl.formats.bounded_json import NotJson, Numbers, decode_json
-from ckptctl.model import DTYPE_SIZES
+from ckptctl.model import DTYPE_SIZES, ByteRange, Chunk, Chunks, TensorEntry
 
 PREFIX = 8
 """Bytes in front of the header: its length."""
@@ -126,6 +126,19 @@ def parse_header(header: bytes) -> tuple[StoredTensor, ...]:
             )
         reached += tensor.n_bytes
     return tuple(tensors)
+
+
+def whole_tensor(
+    name: str,
+    dtype: str,
+    slices: Sequence[tuple[StoredTensor, ByteRange | None]],
+    path: tuple[str | int, ...] = (),
+) -> TensorEntry:
+    """The tensor that slices of it make up, with the place of each: it reaches to their ends."""
+    ends = [map(sum, zip(piece.offsets, piece.shape, strict=True)) for piece, _ in slices]
+    shape = tuple(max(dim) for dim in zip(*ends, strict=True))
+    chunks = [Chunk(piece.offsets, piece.shape, place) for piece, place in slices]
+    return TensorEntry(name, dtype, shape, Chunks.of(len(shape), chunks), path)
 
 
 def is_name(name: str) -> bool:
