@@ -51,7 +51,9 @@ def run(argv: Sequence[str]) -> int:
         hide_arguments(argv, lambda option: sets_option(option, command))
         # A job inherits the variables of other commands.
         commands = (command, None)
-        hide_environment(os.environ, lambda name: any(sets_option(name, one) for one in commands))
+        hide_environment(
+            os.environ, lambda name: any(sets_option(name, command) for command in commands)
+        )
         exit_code = _answer([*argv] or ["--help"], out)
         out.flush()
     except BrokenPipeError:

@@ -164,7 +164,7 @@ def _time_lines(
 ) -> Iterator[Line]:
     """How the time was spent: a row for each kind, with its bucket."""
     for name, mark in _MARKS.items():
-        seconds = [value for one in attempts if (value := getattr(one, name)) is not None]
+        seconds = [value for attempt in attempts if (value := getattr(attempt, name)) is not None]
         if name == "other_s":
             seconds = [_seconds(attempt, name) for attempt in attempts]
         if name in ("other_s", "idle_s") and not sum(seconds) > 0:
@@ -330,16 +330,18 @@ def cost_lines(found: RecoveryCost) -> Iterator[Line]:
     """The answer, what it rests on, and what follows from it."""
     yield line(StyledText(found.message, "strong"), hang=2)
     yield EMPTY
-    for one in found.given:
-        value = size(round(one.value)) if one.unit == "B" else duration(one.value, digits=3)
-        if one.name in _NAMES and (one.value or one.source != "given"):
-            yield _cost_row(_NAMES[one.name], value, _origin(one))
+    for figure in found.given:
+        value = (
+            size(round(figure.value)) if figure.unit == "B" else duration(figure.value, digits=3)
+        )
+        if figure.name in _NAMES and (figure.value or figure.source != "given"):
+            yield _cost_row(_NAMES[figure.name], value, _origin(figure))
     if found.unknown and found.per_failure_s is not None:
         names = listed([_NAMES[name] for name in found.unknown])
         yield line(f"  not counted, because unknown: {names}", hang=4)
     yield EMPTY
     if found.rollback_s is not None and found.per_failure_s is not None:
-        lost = next((one for one in found.given if one.name == "lost"), None)
+        lost = next((figure for figure in found.given if figure.name == "lost"), None)
         source = "half an interval" if lost is None else _origin(lost)
         yield _cost_row("T0 trained again", duration(found.rollback_s, digits=3), source)
         yield _cost_row(
@@ -471,7 +473,9 @@ def _epoch_details(epoch: EpochUse) -> Iterator[Line]:
     ):
         if ids:
             more = ", …" if n is not None and n > FIRST_IDS else ""
-            yield line(f"{where}: {word}: {', '.join(safe(str(one)) for one in ids)}{more}", hang=4)
+            yield line(
+                f"{where}: {word}: {', '.join(safe(str(name)) for name in ids)}{more}", hang=4
+            )
     if epoch.why is not None:
         yield line(f"{where}: {epoch.why}", hang=4)
     if epoch.would_show is not None:

@@ -556,8 +556,8 @@ def _both(a: Number | None, b: Number | None, arrow: str) -> str:
     if a is None or b is None:
         return "-"
     before, after = (
-        f"{each:,.0f}" if abs(each) < 1e15 and each == int(each) else f"{each:.4g}"
-        for each in (a.value, b.value)
+        f"{value:,.0f}" if abs(value) < 1e15 and value == int(value) else f"{value:.4g}"
+        for value in (a.value, b.value)
     )
     same = a.value == b.value or abs(a.value - b.value) <= max(a.quantum, b.quantum)
     return after if same else f"{before} {arrow} {after}"

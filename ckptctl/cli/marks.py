@@ -323,7 +323,7 @@ def prune(
     out.answer(
         document_of("pruned", found),
         lambda: prune_lines(found),
-        bare=tuple(one.url for one in found.decisions if one.removed),
+        bare=tuple(decision.url for decision in found.decisions if decision.removed),
     )
     return found.exit_code
 
@@ -331,11 +331,13 @@ def prune(
 def prune_lines(found: Pruned) -> list[Line]:
     """The answer, then every step with its decision and the reason, newest first."""
     lines = [line(StyledText(found.message, "strong"), hang=2)]
-    width = max((len(str(one.number)) for one in found.decisions), default=0)
+    width = max((len(str(decision.number)) for decision in found.decisions), default=0)
     gone = "removed" if found.applied else "goes"
-    for one in found.decisions:
-        word = padded(gone if one.removed else "stays", 7, "warn" if one.removed else "good")
-        step = padded(str(one.number), width, right=True)
-        room = padded(size(one.n_bytes), 9, right=True)
-        lines.append(line("  ", word, "  ", step, room, f"  {one.reason}", hang=22 + width))
+    for decision in found.decisions:
+        word = padded(
+            gone if decision.removed else "stays", 7, "warn" if decision.removed else "good"
+        )
+        step = padded(str(decision.number), width, right=True)
+        room = padded(size(decision.n_bytes), 9, right=True)
+        lines.append(line("  ", word, "  ", step, room, f"  {decision.reason}", hang=22 + width))
     return [*lines, *next_line(found.next_command)]

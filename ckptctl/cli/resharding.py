@@ -293,7 +293,9 @@ def diff(
     out.answer(
         document_of("diff", answer),
         lambda: diff_lines(answer),
-        bare=tuple(one.fqn for one in answer.differences if one.what != "layout"),
+        bare=tuple(
+            difference.fqn for difference in answer.differences if difference.what != "layout"
+        ),
     )
     return answer.exit_code
 

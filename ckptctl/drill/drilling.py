@@ -103,7 +103,7 @@ def stop_rank(job: DrillJob, ranks: Ranks, draw: random.Random) -> Injected:
     """Leave one rank stopped: it neither ends nor continues."""
     rank = draw.choice(sorted(ranks))
     injected = _injected(job, rank, ranks, "stopped")
-    signal_ranks((ranks[each] for each in ranks if each != rank), signal.SIGCONT)
+    signal_ranks((ranks[other] for other in ranks if other != rank), signal.SIGCONT)
     return injected
 
 
@@ -535,15 +535,16 @@ def grade(trial: Trial) -> str:
 def rows(found: Drilled) -> Sequence[tuple[str, ...]]:
     """The headings and the cells of each trial, without columns that no trial fills."""
     columns = zip(_HEADINGS, *map(_row, found.trials), strict=True)
-    return [*zip(*(each for each in columns if set(each[1:]) != {"-"}), strict=True)]
+    return [*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)]
 
 
 def _row(trial: Trial) -> tuple[str, ...]:
     seconds = (
-        "-" if each is None else duration(each) for each in (trial.detected_s, trial.restarted_s)
+        "-" if seconds is None else duration(seconds)
+        for seconds in (trial.detected_s, trial.restarted_s)
     )
     step, lost = (
-        "-" if each is None else str(each) for each in (trial.resumed_from, trial.lost_steps)
+        "-" if number is None else str(number) for number in (trial.resumed_from, trial.lost_steps)
     )
     resumed_with = [] if trial.world_size is None else [f"{trial.world_size} ranks"]
     resumed_with += [f"without {', '.join(trial.excluded)}"] if trial.excluded else []
@@ -587,13 +588,13 @@ def as_markdown(found: Drilled) -> str:
     lines += [f"- {name}: {markdown_code(text)}" for name, text in facts(found)]
     headings, *cells = rows(found)
     lines += ["", markdown_row(*headings), markdown_row(*["---"] * len(headings))]
-    lines += [markdown_row(*each) for each in cells]
+    lines += [markdown_row(*row) for row in cells]
     for trial in found.trials:
         lines += [
             "",
             f"## {trial.fault}: {grade(trial)}",
             "",
-            *(f"- {safe(each)}" for each in details(trial)),
+            *(f"- {safe(detail)}" for detail in details(trial)),
         ]
     return "\n".join(lines) + "\n"
 

@@ -300,9 +300,9 @@ class _Epoch:
         }
         n_left = n - n_seen
         strange = [
-            one
-            for one in (seen if are_indices else ())
-            if not isinstance(one, int) or not 0 <= one < n
+            sample
+            for sample in (seen if are_indices else ())
+            if not isinstance(sample, int) or not 0 <= sample < n
         ]
         # As many ids as there are in the data set may be others.
         are_all = is_whole or n_left or sum_of(tuple(seen)) == self.expected_total
@@ -324,7 +324,7 @@ class _Epoch:
             )
         if self.has_ended:
             facts |= {"skipped": n_left, "least_skipped": n_left, "to_come": 0}
-            missing = (one for one in range(n) if one not in seen)
+            missing = (index for index in range(n) if index not in seen)
             facts |= {"first_skipped": tuple(islice(missing, FIRST_IDS)) if n_left else ()}
             is_wrong = bool(again or n_left)
             return self._made(EpochState.WRONG if is_wrong else EpochState.ONCE, **facts)

@@ -261,8 +261,8 @@ def recovery_cost(
         # The interval counts from save to save; the rest of it is training.
         training_s = max(0.0, interval_s - save_s)
         shares = [
-            None if each is None else effective_share(training_s, save_s, each, startup_s)
-            for each in (mtbf_s, of["mtbf"].low, of["mtbf"].high)
+            None if seconds is None else effective_share(training_s, save_s, seconds, startup_s)
+            for seconds in (mtbf_s, of["mtbf"].low, of["mtbf"].high)
         ]
     message = "how often this run saves is unknown: its steps are less than a second apart"
     message += ", perhaps the times of a copy"

@@ -201,7 +201,7 @@ def attempts_of(root: str, records: Sequence[AttemptRecord]) -> tuple[PastAttemp
     `records` are in the order of the attempts. An attempt that another took over while it ran
     counts until the other began.
     """
-    bounds = [each.attempt.resumed_from or 0 if each.resumed else None for each in records]
+    bounds = [record.attempt.resumed_from or 0 if record.resumed else None for record in records]
     kept: list[int | None] = []  # the lowest step that a later attempt resumed from
     lowest: int | None = None
     for bound in reversed(bounds):
@@ -209,7 +209,7 @@ def attempts_of(root: str, records: Sequence[AttemptRecord]) -> tuple[PastAttemp
         if bound is not None:
             lowest = bound if lowest is None else min(bound, lowest)
     kept.reverse()
-    has_ledger = any(each.resumed for each in records)
+    has_ledger = any(record.resumed for record in records)
     found: list[PastAttempt] = []
     for place, record in enumerate(records):
         before = records[place - 1] if place else None
@@ -310,9 +310,9 @@ def _trained(points: Sequence[tuple[float, int]], until: int | None) -> float:
 
 def goodput_of(attempts: Sequence[PastAttempt]) -> Goodput:
     """How the time of all these attempts was spent, added up over several roots."""
-    excluded_s = sum(each.idle_s for each in attempts)
-    counted_s = sum(each.seconds + (each.restart_s or 0.0) for each in attempts)
-    goodput_s = _sum(each.productive_s for each in attempts)
+    excluded_s = sum(attempt.idle_s for attempt in attempts)
+    counted_s = sum(attempt.seconds + (attempt.restart_s or 0.0) for attempt in attempts)
+    goodput_s = _sum(attempt.productive_s for attempt in attempts)
     return Goodput(
         elapsed_s=counted_s + excluded_s,
         excluded_s=excluded_s,
@@ -321,11 +321,11 @@ def goodput_of(attempts: Sequence[PastAttempt]) -> Goodput:
         ettr=_share(goodput_s, counted_s + excluded_s),
         badput=Badput(
             **{
-                bucket: _sum(getattr(each, name) for each in attempts)
+                bucket: _sum(getattr(attempt, name) for attempt in attempts)
                 for bucket, name in BUCKETS.items()
             }
         ),
-        disruptions=sum(each.restart_s is not None for each in attempts),
+        disruptions=sum(attempt.restart_s is not None for attempt in attempts),
         max_productive_step=max((e.kept for e in attempts if e.kept is not None), default=None),
         mtbf=measured_mtbf(attempts),
         recent=measured_mtbf(attempts, DAY_S),
@@ -333,7 +333,7 @@ def goodput_of(attempts: Sequence[PastAttempt]) -> Goodput:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    known = [each for each in values if each is not None]
+    known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 

@@ -632,8 +632,8 @@ def is_redistributed(
     n_files = {family.n_files for family in families if family.key in now}
     return (
         all(family.n_files in n_files for family in families)
-        and _each_file_holds_some(opened, [one for one in families if one.key in now])
-        and _each_file_holds_some(other, [one for one in before if one.key in then])
+        and _each_file_holds_some(opened, [family for family in families if family.key in now])
+        and _each_file_holds_some(other, [family for family in before if family.key in then])
     )
 
 

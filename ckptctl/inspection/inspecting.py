@@ -317,7 +317,11 @@ def _names(step: Step, part: Part) -> Iterator[str]:
         yield part.path
     for grid in grids:
         # DeepSpeed in a step of transformers: `checkpoint-30/global_step30/`.
-        folders = [one for one in grid.folder.split("/") if one and layouts.step_name(one) is None]
+        folders = [
+            folder
+            for folder in grid.folder.split("/")
+            if folder and layouts.step_name(folder) is None
+        ]
         yield "/".join((*folders, grid.what))
     # Beside the shards of a model, safetensors are an export of it.
     is_export = any("model" in grid.holds for grid in part.grids)

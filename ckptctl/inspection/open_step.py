@@ -531,7 +531,9 @@ class OpenPart:
         each archive, and a second one where the directory is long.
         """
         if self.part.format is not PartFormat.RANK_FILES:
-            return {self.metadata_path(one.rank): one.digest for one in self.metadata}
+            return {
+                self.metadata_path(metadata.rank): metadata.digest for metadata in self.metadata
+            }
         known, digests = self._structure_read.digests if self._structure_read else {}, {}
         for file in self.part.files:
             if file.path in self.metadata[0].bytes_entries and file.kind == "file":

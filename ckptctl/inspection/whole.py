@@ -289,7 +289,7 @@ def _mixed(step: Step, families: Sequence[Family]) -> Finding | None:
             stated[family.key].append(family)
     for key, alike in stated.items():
         if len(alike) > 1:
-            return several_worlds(step, alike[0].example, key, [one.n_files for one in alike])
+            return several_worlds(step, alike[0].example, key, [family.n_files for family in alike])
     return None
 
 

@@ -537,7 +537,7 @@ def _times(damaged: Sequence[Report], reports: Sequence[Report]) -> list[str]:
     if len(times) < len(damaged):
         return []
     first_s, last_s = min(times), max(times)
-    if any(one.usable and first_s < (one.written_s or 0.0) < last_s for one in reports):
+    if any(report.usable and first_s < (report.written_s or 0.0) < last_s for report in reports):
         return []
     first, last = (f"{utc(at_s)[:16]} UTC" for at_s in (first_s, last_s))
     when = f"at {first}" if first == last else f"between {first} and {last}"

@@ -94,7 +94,7 @@ class Plan:
     @property
     def n_tensors(self) -> int:
         """Tensors of all parts."""
-        return sum(isinstance(one, TensorEntry) for part in self.parts for one in part.entries)
+        return sum(isinstance(entry, TensorEntry) for part in self.parts for entry in part.entries)
 
     @property
     def n_values(self) -> int:

@@ -241,7 +241,7 @@ def _checked_inputs(book: Runbook, inputs: Mapping[str, str | Sequence[str]]) ->
         if declared is None:
             raise UsageError(
                 f"the runbook {book.name} has no input {name!r}; it has "
-                f"{', '.join(each.name for each in book.inputs)}",
+                f"{', '.join(declared.name for declared in book.inputs)}",
                 next_command=command_line("runbook", "show", book.name),
             )
         items = (value,) if isinstance(value, str) else tuple(value)
@@ -346,14 +346,14 @@ class _Invocation:
         talk.report(f"a run of {book.name} was found under this root: {last.name}, {dates}")
         position = position_of(book, last.events, len(last.events))
         recorded = {
-            each: position.variables[each.name]
-            for each in book.inputs
-            if each.name in position.found and each.name not in self.given
+            declared: position.variables[declared.name]
+            for declared in book.inputs
+            if declared.name in position.found and declared.name not in self.given
         }
         taken = [
-            f"{each.name}={shown(value)}"
-            for each, value in recorded.items()
-            if value and each.name != "ROOT"
+            f"{declared.name}={shown(value)}"
+            for declared, value in recorded.items()
+            if value and declared.name != "ROOT"
         ]
         talk.report(
             f"its record sets {', '.join(taken)}; --set NAME=VALUE changes one"
@@ -367,14 +367,14 @@ class _Invocation:
                 again = f"{self.again(store.url)} --continue"
                 raise NoTerminal(error.message, next_command=again) from error
             return (new, True) if continues is False else (last, continues is not None)
-        for each, value in recorded.items() if not talk.attended else ():
+        for declared, value in recorded.items() if not talk.attended else ():
             # `LEVEL=listing` in a record would weaken the checks of an unattended run.
-            if each.default is not None:
+            if declared.default is not None:
+                name, usual = declared.name, declared.default
                 raise NoTerminal(
-                    f"the record of the run {last.name} gives {each.name}={shown(value)}, and the "
-                    f"page {each.default!r}; with --yes a recorded value is not used; give it with "
-                    "--set",
-                    next_command=f"{self.again(store.url, **{each.name: each.default})} --continue",
+                    f"the record of the run {last.name} gives {name}={shown(value)}, and the page "
+                    f"{usual!r}; with --yes a recorded value is not used; give it with --set",
+                    next_command=f"{self.again(store.url, **{name: usual})} --continue",
                 )
         return last, True
 
@@ -384,7 +384,11 @@ class _Invocation:
         if record.events:
             record.add(ResumedEvent(by=who(), inputs=given))
             return
-        defaults = {each.name: each.default for each in book.inputs if each.default is not None}
+        defaults = {
+            declared.name: declared.default
+            for declared in book.inputs
+            if declared.default is not None
+        }
         record.add(
             OpenedEvent(
                 by=who(),

@@ -119,7 +119,7 @@ def _state_of(
     if not are_apart(own, later[0]):
         return BranchState.COPIED
     # A copy that was interrupted and continued has one gap; a run has one before each save.
-    earlier = [one for one in lower if one.first_s <= own.weights_s]
+    earlier = [times for times in lower if times.first_s <= own.weights_s]
     in_order = [own, *later] if len(later) > 1 else [*earlier, own]
     if not is_of_training(in_order, by_number=False):
         return BranchState.DOUBTFUL

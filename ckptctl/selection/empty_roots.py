@@ -266,7 +266,9 @@ def check_unnumbered(store: Store, listing: RootListing) -> Iterator[Finding]:
 
     Cost: one listing per folder that is not a step, at most `MAX_FOLDERS_TRIED`.
     """
-    folders = (one for one in listing.folders[:MAX_FOLDERS_TRIED] if not layouts.is_beside(one))
+    folders = (
+        folder for folder in listing.folders[:MAX_FOLDERS_TRIED] if not layouts.is_beside(folder)
+    )
     found = (folder for folder in folders if is_checkpoint(store, folder, listing.pattern))
     names = [*listing.unnumbered, *found]
     if not names:

@@ -112,7 +112,7 @@ def mark(
             message = _nothing_to_lift(report, kind)
             next_command = command_line("verify", report.url)
         else:
-            lifts = [one.id for one in lifted]
+            lifts = [mark.id for mark in lifted]
             made = new_mark(report, kind, reason=reason, by=by, evidence=evidence, lifts=lifts)
             path, standing = _write(found, made, marks), in_force((*applying, made))
             message = f"{report.url} is {kind.value}"

@@ -503,8 +503,8 @@ def _newest_sound(search: Search) -> str:
     further = search.further
     is_further = further is not None and (further.chosen or further.passed_over)
     last = further if further is not None and is_further else search
-    reports = [one.report for one in last.passed_over]
-    whole = [one for one in last.passed_over if one.report.verdict is Verdict.COMPLETE]
+    reports = [passed.report for passed in last.passed_over]
+    whole = [passed for passed in last.passed_over if passed.report.verdict is Verdict.COMPLETE]
     if whole and (last is search or last.chosen is None):
         return f"step {whole[0].report.number} is complete, but {whole[0].reason}"
     if last is search:

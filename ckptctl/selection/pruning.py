@@ -160,7 +160,7 @@ def prune(
         except BaseException:
             if on_ended is not None:
                 pruned = _pruned(root, keep, plan, again, apply=True)
-                going = [one for one in pruned.decisions if one.removed]
+                going = [decision for decision in pruned.decisions if decision.removed]
                 message = f"interrupted; removed until then: {_steps(going)}"
                 exit_code = 128 + signal.SIGINT
                 on_ended(replace(pruned, message=message, exit_code=exit_code, next_command=again))

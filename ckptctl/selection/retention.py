@@ -392,7 +392,7 @@ class RetentionPlan:
         if not self._counted:
             return None
         newest = self._counted[0].candidate.named
-        counts = [layouts.counted_by(one.layout) for one in (named, newest)]
+        counts = [layouts.counted_by(step.layout) for step in (named, newest)]
         if counts[0] == counts[1]:
             return None
         return (

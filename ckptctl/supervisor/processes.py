@@ -82,7 +82,7 @@ class JobProcesses:
             own = entry.process == self.leader or _has_marker(entry, self._marker)
             return own or self._is_adopted(entry)
 
-        return [each.process for each in _of_job(table(), is_first)]
+        return [found.process for found in _of_job(table(), is_first)]
 
     def end(self, grace_s: float, hurries: Callable[[], bool]) -> list[Process]:
         """End every process; those that are still there after a minute, stuck in the kernel.
@@ -417,7 +417,7 @@ class Signals:
             self._tell(f"the job gets SIGTERM, and what is left after {GRACE_S:.0f} s SIGKILL")
         left = job.end(GRACE_S if runs else 0.0, hurries=lambda: self._kills)
         if left:
-            pids = some_of([each.pid for each in left])
+            pids = some_of([process.pid for process in left])
             self._tell(
                 f"warning: {counted(len(left), 'process', 'processes')} of the job did not end "
                 f"after SIGKILL, stuck in the kernel: {pids}"

@@ -318,13 +318,13 @@ class DataLedger:
 
 def _history_of(fields: DataFields) -> _SavedLedger:
     history = _SavedLedger(fields["since"], fields["step"], unrecorded=fields["unrecorded"])
-    for one in fields["epochs"]:
-        epoch, ids, total = one["epoch"], list(one["ids"] or ()), int(one["sum"], 16)
-        history.epochs[epoch] = _Taken(one["count"], total, ids, one["is_whole"])
-        if one["ids"] is None:
+    for taken in fields["epochs"]:
+        epoch, ids, total = taken["epoch"], list(taken["ids"] or ()), int(taken["sum"], 16)
+        history.epochs[epoch] = _Taken(taken["count"], total, ids, taken["is_whole"])
+        if taken["ids"] is None:
             history.without_ids.add(epoch)
-        if one["spans"] is not None:
-            history.spans[epoch] = [*map(copy, one["spans"])]
+        if taken["spans"] is not None:
+            history.spans[epoch] = [*map(copy, taken["spans"])]
     return history
 
 

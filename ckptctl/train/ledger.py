@@ -489,7 +489,7 @@ def reject_proven(
             continue
         report = inspect_listed(store, named).report
         there = dict(report.digests)
-        failures = next((one for one in against[named.number] if one.metadata == there), None)
+        failures = next((found for found in against[named.number] if found.metadata == there), None)
         if failures is None:
             continue
         try:

@@ -291,7 +291,9 @@ class Move:
         made = {name: make(read, number) for name, make in self._makers.items()}
         values = {name: one.value for name, one in made.items() if one.value is not None}
         left = [*self._left]
-        numbers = [each for name in self._lists for each in read[name] if isinstance(each, int)]
+        numbers = [
+            number for name in self._lists for number in read[name] if isinstance(number, int)
+        ]
         n_own = len(self._by_number)
         if numbers and len(numbers) != n_own:
             text = f"optimizer of {counted(len(numbers), 'parameter')} by number"
@@ -725,12 +727,12 @@ class Move:
         self._front = root
         n_root = len(root)
         taken = ("model", "other") if root else ("model",)
-        below = [one for one in in_shards if tuple(one.name.split("."))[:n_root] == root]
+        below = [entry for entry in in_shards if tuple(entry.name.split("."))[:n_root] == root]
         below = [
-            one
-            for one in below
-            if one.kind.names[0] in taken
-            or self._parameter(_dotted(one.tail(n_root))) in self._model
+            entry
+            for entry in below
+            if entry.kind.names[0] in taken
+            or self._parameter(_dotted(entry.tail(n_root))) in self._model
         ]
         for entry in self._take(below, read=False):
             tail = entry.tail(len(root))
@@ -758,7 +760,9 @@ class Move:
                 mapping = [f"names={{{kind!r}: {key!r}}} maps it" for kind in open_kinds[:1]]
                 text = f"{key}, which is not recognized"
                 self._left.append(_Left("extra", text, ", or ".join([*mapping, remedy])))
-            elif state := [kind for one in entries if (kind := one.kind.names[0]) in STATE_KINDS]:
+            elif state := [
+                kind for entry in entries if (kind := entry.kind.names[0]) in STATE_KINDS
+            ]:
                 is_of_part = state[0] in PARTS and state[0] not in self._parts.given
                 kind = state[0] if is_of_part else "extra"
                 remedy = f"pass {kind}= to Checkpointer" if is_of_part else remedy

@@ -69,7 +69,9 @@ def without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
     """
     firsts = []
     for optimizer in optimizers:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         if parameters and not optimizer.state:
             firsts.append((optimizer, parameters[0]))
             optimizer.state[parameters[0]] = {}

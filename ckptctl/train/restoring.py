@@ -78,7 +78,7 @@ class Inventory:
     def add(self, other: Inventory) -> None:
         for name in ("restored", "derived", "lost", "notes"):
             mine = getattr(self, name)
-            mine += [each for each in getattr(other, name) if each not in mine]
+            mine += [failure for failure in getattr(other, name) if failure not in mine]
 
 
 @dataclass(frozen=True, slots=True)
