@@ -290,9 +290,7 @@ def check_step_before(opened: OpenStep, part: OpenPart) -> Iterator[Finding]:
     except (StorageError, MemoryError):
         return
     found = check.confirmed(suspects, before.crcs)
-    numbers = [
-        number for optimizer in found if not optimizer.has_moments for number in optimizer.numbers
-    ]
+    numbers = [number for shard in found if not shard.has_moments for number in shard.numbers]
     still_before = _compared(steps, part, numbers) if numbers else None
     earlier_crcs = {} if still_before is None else still_before.crcs
     moved = {part.ranges.files[n] for n, crc in before.crcs.items() if crc != part.crcs[n]}

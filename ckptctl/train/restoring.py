@@ -78,7 +78,7 @@ class Inventory:
     def add(self, other: Inventory) -> None:
         for name in ("restored", "derived", "lost", "notes"):
             mine = getattr(self, name)
-            mine += [failure for failure in getattr(other, name) if failure not in mine]
+            mine += [entry for entry in getattr(other, name) if entry not in mine]
 
 
 @dataclass(frozen=True, slots=True)

@@ -565,7 +565,7 @@ _SLOTS_OF_SIZES = itemgetter(2)
 
 def _n_chunk_slots(slices: Iterable[ChunkSlice]) -> Iterator[int]:
     """How many slots of the memo each chunk fills."""
-    return (_OBJECT_SLOTS + part[2] for part in slices)
+    return (_OBJECT_SLOTS + chunk[2] for chunk in slices)
 
 
 _TENSOR_EXPECTS = {

@@ -66,9 +66,7 @@ def reported_steps(data: bytes) -> tuple[StepName, ...]:
     reports = {name: index + 1 for name, index in zip(metrics, indices, strict=False)}
     by_report = _numbered(reports, "ray-train", latest) if len(reports) == len(metrics) else ()
     every = [*metrics.values()]
-    keys = [
-        key for key in every[0] if all(type(metrics.get(key)) in (int, float) for metrics in every)
-    ]
+    keys = [key for key in every[0] if all(type(held.get(key)) in (int, float) for held in every)]
     for key in filter(counts_steps, keys):
         numbers = {name: held[key] for name, held in metrics.items()}
         steps = _numbered(numbers, "dcp", latest)
